@@ -1,0 +1,62 @@
+"""Scales as UE8M0 bytes: ``value = 2 ** (byte - 127)``, 0x7F is 1.0, 0xFF is NaN; there is no zero and no sign.
+
+Scales never pass through floating point here: 2**-127 is subnormal in FP32 and would be flushed or refused on the way.
+Source of the encoding: DeepGEMM 2.8.2, docs/scaling-factor-format.md section 7.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUP = 32
+"""Number of consecutive K elements that share one scale in the kernel (recipe (1, 1, 32))."""
+ONE = 0x7F
+NAN = 0xFF
+E4M3_NAN = (0x7F, 0xFF)
+"""The only two NaN codes of float8_e4m3fn; it has no infinity."""
+
+
+def from_fp32(scale: Tensor) -> Tensor:
+    """Turn FP32 scales that are exact powers of two into UE8M0 bytes of the same shape, losslessly.
+
+    ``scale``: float32 or bfloat16, any shape. Returns uint8. Raises ValueError with the flat index of the first value that is no
+    positive normal power of two, since rounding a scale would change every weight in its block.
+    Rule: DeepGEMM 2.8.x traps on ``bits & 0x807fffff`` (deep_gemm/include/deep_gemm/impls/smxx_layout.cuh).
+    """
+    bits = scale.float().contiguous().view(torch.int32)
+    exponent = (bits >> 23) & 0xFF
+    bad = ((bits & -0x7F800001) != 0) | (exponent == 0) | (exponent == NAN)
+    if bad.any():
+        index = int(bad.flatten().nonzero()[0])
+        value = float(scale.flatten()[index])
+        raise ValueError(f"scale {index} is {value!r}, not a power of two that E8M0 can hold")
+    return exponent.to(torch.uint8)
+
+
+def to_fp32(scale: Tensor) -> Tensor:
+    """Turn UE8M0 bytes into their FP32 values, exactly; byte 0 gives the subnormal 2**-127 and 0xFF gives NaN."""
+    byte = scale.view(torch.uint8).to(torch.int32)
+    bits = byte << 23
+    bits = torch.where(byte == 0, torch.full_like(bits, 1 << 22), bits)
+    return torch.where(byte == NAN, torch.full_like(bits, 0x7FC00000), bits).view(torch.float32)
+
+
+def expand(scale: Tensor, n: int, k: int, block_n: int, block_k: int) -> Tensor:
+    """Repeat block scales to one byte per row and 32 columns.
+
+    ``scale``: uint8 ``[ceil(n / block_n), ceil(k / block_k)]``. Returns uint8 ``[n, k / 32]``.
+    Raises ValueError when ``block_k`` or ``k`` is no multiple of 32 or the shape does not tile ``[n, k]``.
+    Rule: vLLM 0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py, ``_pack_scale``.
+    """
+    if block_k % GROUP or k % GROUP:
+        raise ValueError(f"block of {block_k} columns over K = {k}: the kernel scales 32 columns at a time")
+    expected = (-(-n // block_n), -(-k // block_k))
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"scale shape {tuple(scale.shape)} does not tile [{n}, {k}] in {block_n}x{block_k} blocks: expected {expected}")
+    rows = scale.repeat_interleave(block_n, 0)[:n]
+    return rows.repeat_interleave(block_k // GROUP, 1)[:, : k // GROUP].contiguous()

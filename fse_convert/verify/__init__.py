@@ -1,0 +1,1 @@
+"""Proof: the bytes (storage), the numbers (reference) and the real kernel."""
