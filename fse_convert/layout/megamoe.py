@@ -1,8 +1,8 @@
 """The kernel layout of MegaMoE's shared experts for 8-bit weights (mma types fp8xfp4 and fp8xfp8).
 
-Names carry shapes: ``i`` rows of one half (gate or up), ``2i`` both halves, ``h`` hidden, ``k`` columns, ``g`` groups of 32 columns,
-``p`` packed words of 4 groups. All weights are uint8 views of FP8, all scales are UE8M0 bytes. Everything is a permutation or a
-repetition of bytes, so everything has an inverse.
+Names carry shapes: ``i`` rows of one half (gate or up), ``2i`` both halves, ``h`` hidden, ``k`` columns, ``g`` groups
+of 32 columns, ``p`` packed words of 4 groups. All weights are uint8 views of FP8, all scales are UE8M0 bytes.
+Everything is a permutation or a repetition of bytes, so everything has an inverse.
 
 Layout and rules: sgl-deep-gemm 0.2.5, deep_gemm/mega/__init__.py (``_interleave_weights``, ``_transpose_sf_for_utccp``,
 ``transform_weights_for_mega_moe``); the same maps in vLLM 0.33, model_executor/layers/fused_moe/deep_gemm_mega_moe.py.
@@ -19,8 +19,6 @@ from fse_convert.layout.ue8m0 import GROUP
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYOUT = "megamoe-fp8-shared"
-LAYOUT_VERSION = 1
 INTERLEAVE = 8
 """Rows of gate, then rows of up, that alternate in L1."""
 UTCCP = 128
@@ -35,7 +33,9 @@ def interleave(gate_ik: Tensor, up_ik: Tensor) -> Tensor:
     """
     i, k = gate_ik.shape
     if up_ik.shape != gate_ik.shape or i % INTERLEAVE:
-        raise ValueError(f"gate {tuple(gate_ik.shape)} and up {tuple(up_ik.shape)} must be equal, in multiples of {INTERLEAVE} rows")
+        raise ValueError(
+            f"gate {tuple(gate_ik.shape)} and up {tuple(up_ik.shape)} must be equal, in multiples of {INTERLEAVE} rows"
+        )
     halves = torch.stack((gate_ik.view(-1, INTERLEAVE, k), up_ik.view(-1, INTERLEAVE, k)), dim=1)
     return halves.view(2 * i, k)
 

@@ -1,7 +1,8 @@
 """Zero padding of 2-D byte tensors, and its inverse.
 
-Gate and up grow at the end of their rows, down at the end of its columns; weights get 0x00, scales the code of 1.0, so that a padded
-channel computes ``silu(0) * 0 = 0`` exactly and no NaN or sub-minimal scale can enter (vLLM #56568; DeepGEMM 2.8.2 section 7.3).
+Gate and up grow at the end of their rows, down at the end of its columns; weights get 0x00, scales the code of 1.0, so
+that a padded channel computes ``silu(0) * 0 = 0`` exactly and no NaN or sub-minimal scale can enter (vLLM #56568;
+DeepGEMM 2.8.2 section 7.3).
 """
 
 from __future__ import annotations
@@ -12,16 +13,6 @@ import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Divide, rounding up."""
-    return -(-a // b)
-
-
-def round_up(a: int, multiple: int) -> int:
-    """Smallest multiple of ``multiple`` that is at least ``a``."""
-    return ceil_div(a, multiple) * multiple
 
 
 def pad(x_nb: Tensor, rows: int, row_bytes: int, fill: bytes) -> Tensor:

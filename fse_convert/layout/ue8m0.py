@@ -57,6 +57,8 @@ def expand(scale: Tensor, n: int, k: int, block_n: int, block_k: int) -> Tensor:
         raise ValueError(f"block of {block_k} columns over K = {k}: the kernel scales 32 columns at a time")
     expected = (-(-n // block_n), -(-k // block_k))
     if tuple(scale.shape) != expected:
-        raise ValueError(f"scale shape {tuple(scale.shape)} does not tile [{n}, {k}] in {block_n}x{block_k} blocks: expected {expected}")
+        raise ValueError(
+            f"scale shape {tuple(scale.shape)} does not tile [{n}, {k}] in {block_n}x{block_k} blocks: expected {expected}"
+        )
     rows = scale.repeat_interleave(block_n, 0)[:n]
     return rows.repeat_interleave(block_k // GROUP, 1)[:, : k // GROUP].contiguous()

@@ -1,0 +1,5 @@
+"""``python -m fse_convert``."""
+
+from fse_convert.cli import main
+
+main()

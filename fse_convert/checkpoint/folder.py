@@ -1,0 +1,90 @@
+"""Where a checkpoint's files are read from: a local folder here; anything that can list files and read byte ranges elsewhere."""
+
+from __future__ import annotations
+
+import os
+import stat
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from fse_convert.errors import InvalidCheckpoint, Problem
+
+SKIPPED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
+"""Bookkeeping of version control and of the hub client: tied to the folder it lies in, so never part of a checkpoint."""
+
+
+class Folder(Protocol):
+    """Read access to a checkpoint's files by relative POSIX name."""
+
+    @property
+    def label(self) -> str:
+        """How messages name it."""
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Every file with its size in bytes, nested ones included, in sorted order."""
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Read a byte range; shorter when the file ends."""
+
+
+class LocalFolder:
+    """A folder on this machine; files may be symlinks, as in a hub cache's snapshot."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        if not root.is_dir():
+            hint = "give the folder that holds config.json and the safetensors files"
+            raise InvalidCheckpoint(
+                Problem("no-such-folder", "no such folder" if not root.exists() else "not a folder", str(root), hint)
+            )
+
+    @property
+    def label(self) -> str:
+        """The path as given."""
+        return str(self.root)
+
+    @cached_property
+    def _scan(self) -> tuple[dict[str, int], list[str]]:
+        files: dict[str, int] = {}
+        odd: list[str] = []
+        for folder, names, leaves in os.walk(self.root):
+            odd += [_relative(folder, n, self.root) for n in names if (Path(folder) / n).is_symlink()]
+            names[:] = sorted(n for n in names if n not in SKIPPED_FOLDERS and not (Path(folder) / n).is_symlink())
+            for leaf in leaves:
+                name = _relative(folder, leaf, self.root)
+                try:
+                    info = os.stat(self.root / name)
+                except OSError:
+                    odd.append(name)
+                    continue
+                if stat.S_ISREG(info.st_mode):
+                    files[name] = info.st_size
+                else:
+                    odd.append(name)
+        return dict(sorted(files.items())), sorted(odd)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Every regular file with its size; symlinks are followed."""
+        return self._scan[0]
+
+    @property
+    def odd(self) -> list[str]:
+        """What is neither a regular file nor a plain folder: dangling links, linked folders, pipes, sockets."""
+        return self._scan[1]
+
+    def path(self, name: str) -> Path:
+        """Path of a file of this folder."""
+        return self.root / name
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Read a byte range of a file; all of it by default."""
+        with self.path(name).open("rb") as f:
+            f.seek(offset)
+            return f.read(-1 if length is None else length)
+
+
+def _relative(folder: str, leaf: str, root: Path) -> str:
+    return os.path.relpath(os.path.join(folder, leaf), root).replace(os.sep, "/")

@@ -1,0 +1,119 @@
+"""Moving bytes between files without bringing them into Python: ranges in the kernel, whole files by clone, link or copy."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+
+FICLONE = 0x40049409
+"""Linux ioctl that makes one file share another's blocks, on file systems that can (btrfs, xfs)."""
+STEP = 64 << 20
+"""Bytes per copy_file_range call, so that progress is seen and signals are served."""
+BUFFER = 8 << 20
+NOT_HERE = frozenset(
+    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EPERM, errno.EBADF, errno.ETXTBSY}
+)
+"""Errors by which a kernel or file system says that it cannot do this, not that it failed."""
+
+
+class Link(str, Enum):
+    """How untouched shards reach the output: clone where possible else copy, always copy, or hard links."""
+
+    AUTO = "auto"
+    COPY = "copy"
+    HARD = "hard"
+
+
+def copy_range(src: int, dst: int, offset: int, length: int, progress: Callable[[int], None] | None = None) -> None:
+    """Append ``length`` bytes at ``offset`` of descriptor ``src`` to the current position of ``dst``.
+
+    Raises OSError, and EOFError when the source ends early.
+    """
+    done = 0
+    copy: Callable[[int, int, int, int], int] = _in_kernel
+    while done < length:
+        try:
+            n = copy(src, dst, offset + done, min(STEP, length - done))
+        except OSError as e:
+            if copy is _through_buffer or e.errno not in NOT_HERE:
+                raise
+            copy = _through_buffer
+            continue
+        if n == 0:
+            raise EOFError(f"the file ends {length - done} bytes early")
+        done += n
+        if progress:
+            progress(n)
+
+
+def carry(source: Path, target: Path, link: Link, progress: Callable[[int], None] | None = None) -> str:
+    """Bring a whole file over, unchanged; returns how: ``hard link``, ``clone`` or ``copy``.
+
+    Symlinks are resolved first, so that a hard link goes to a hub cache's blob and never to the link. Where linking is
+    not possible the file is copied. The new file's mode follows the umask.
+    """
+    source = source.resolve(strict=True)
+    if link is Link.HARD:
+        try:
+            os.link(source, target)
+        except OSError as e:
+            if e.errno not in NOT_HERE | {errno.EMLINK}:
+                raise
+        else:
+            return "hard link"
+    src = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        dst = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            if link is Link.AUTO and _clone(src, dst):
+                return "clone"
+            copy_range(src, dst, 0, os.fstat(src).st_size, progress)
+            os.fsync(dst)
+            return "copy"
+        finally:
+            os.close(dst)
+    finally:
+        os.close(src)
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of ``data``, whatever the kernel takes at once."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_into(fd: int, buffer: memoryview, offset: int) -> None:
+    """Fill ``buffer`` from ``offset``; raises EOFError when the file ends early."""
+    while buffer:
+        n = os.preadv(fd, [buffer], offset)
+        if n == 0:
+            raise EOFError(f"the file ends {len(buffer)} bytes early")
+        buffer, offset = buffer[n:], offset + n
+
+
+def _in_kernel(src: int, dst: int, offset: int, length: int) -> int:
+    copy: Callable[[int, int, int, int], int] | None = getattr(os, "copy_file_range", None)
+    if copy is None:
+        raise OSError(errno.ENOSYS, "no copy_file_range")
+    return copy(src, dst, length, offset)
+
+
+def _through_buffer(src: int, dst: int, offset: int, length: int) -> int:
+    data = os.pread(src, min(BUFFER, length), offset)
+    write_all(dst, data)
+    return len(data)
+
+
+def _clone(src: int, dst: int) -> bool:
+    try:
+        fcntl.ioctl(dst, FICLONE, src)
+    except OSError as e:
+        if e.errno not in NOT_HERE:
+            raise
+        return False
+    return True

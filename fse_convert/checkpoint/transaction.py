@@ -1,0 +1,150 @@
+"""How an output appears: written in a staging folder beside it, made durable, then renamed, once.
+
+Until the rename there is no output; after it, there is a complete one. The staging folder is locked by the run that
+writes it, and a dead run's lock goes with its process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fse_convert.checkpoint.source import MANIFEST
+from fse_convert.errors import EnvironmentFailure, Locked, Problem, UsageError
+
+MARGIN = 64 << 20
+"""Bytes that must stay free beyond what the plan needs."""
+
+
+class Staging:
+    """The folder in which an output is being made. Use `stage` to get one."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.folder = out.parent / f".{out.name}.fse-partial"
+        self.old = out.parent / f".{out.name}.fse-old"
+
+    def path(self, name: str) -> Path:
+        """Path of an output file while it is being made; its folders exist afterwards."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file durably."""
+        fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+
+    def publish(self) -> None:
+        """Make every folder durable, then let the output appear by one rename."""
+        for folder, _, _ in os.walk(self.folder, topdown=False):
+            sync_folder(Path(folder))
+        replaced = self.out.exists()
+        if replaced:
+            os.rename(self.out, self.old)
+        try:
+            os.rename(self.folder, self.out)
+        except OSError as e:
+            if replaced:
+                os.rename(self.old, self.out)
+            if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise _exists(self.out) from e
+            raise
+        sync_folder(self.out.parent)
+        if replaced:
+            shutil.rmtree(self.old)
+
+
+@contextmanager
+def stage(out: Path) -> Iterator[Staging]:
+    """Lock and empty the staging folder of ``out``; remove it again unless the output was published.
+
+    Raises Locked when another run holds it.
+    """
+    staging = Staging(out)
+    staging.folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(staging.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            hint = "wait for the other run, or give another output folder"
+            raise Locked(Problem("locked", "another run is writing this output", str(out), hint)) from e
+        _clear(staging.folder)
+        try:
+            yield staging
+        except BaseException:
+            with suppress(OSError):
+                shutil.rmtree(staging.folder)
+            raise
+    finally:
+        os.close(lock)
+
+
+def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
+    """Refuse an output that is, holds or lies in the source, and one that exists unless it may be overwritten.
+
+    ``overwrite`` replaces an empty folder or an output of this tool, nothing else.
+    """
+    real_source, real_out = source.resolve(), out.resolve()
+    if real_out == real_source or real_source in real_out.parents or real_out in real_source.parents:
+        message = f"the output must lie apart from the source {source}"
+        raise UsageError(Problem("output-overlaps", message, str(out), "the source is never written; choose a folder beside it"))
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise _exists(out)
+    if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
+        hint = "remove it yourself if that is what you want"
+        raise UsageError(
+            Problem(
+                "output-foreign",
+                "--overwrite replaces only an output of fse-convert or an empty folder",
+                str(out),
+                hint,
+            )
+        )
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Refuse to start when the file system of ``out`` has less room than the plan needs plus a margin (bytes)."""
+    folder = out.parent
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed + MARGIN:
+        message = f"needs {needed:,} bytes and a margin of {MARGIN:,}, {free:,} are free"
+        raise EnvironmentFailure(Problem("no-space", message, str(folder), "free some space, or write to another disk"))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder's entries durable; file systems that cannot are left alone."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _exists(out: Path) -> UsageError:
+    hint = "choose another folder, or --overwrite to replace an earlier output"
+    return UsageError(Problem("output-exists", "the output exists already", str(out), hint))
+
+
+def _clear(folder: Path) -> None:
+    for item in folder.iterdir():
+        if item.is_dir() and not item.is_symlink():
+            shutil.rmtree(item)
+        else:
+            item.unlink()

@@ -1,0 +1,127 @@
+"""Runs a conversion: checks the data that decides, plans, stages, writes, and lets the output appear."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.ranges import Link, carry
+from fse_convert.checkpoint.source import CONFIG, INDEX, MANIFEST, SIDECAR, Checkpoint
+from fse_convert.checkpoint.transaction import Staging
+from fse_convert.errors import InvalidCheckpoint
+from fse_convert.manifest import manifest
+from fse_convert.models.describe import Description
+from fse_convert.plan import ConfigEdit, Plan
+from fse_convert.planning import f32_scales
+from fse_convert.rewrite import e8m0_bytes, reading, write_shard, write_sidecar
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Progress of a conversion: bytes written so far for the current file, or a file that is finished."""
+
+    file: str
+    bytes: int = 0
+    done: bool = False
+    how: str = ""
+
+
+@dataclass(slots=True)
+class Written:
+    """What a conversion wrote: how each file came to be, and bytes per way."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, how: str, size: int) -> None:
+        """Record one file."""
+        self.files[name] = how
+        self.bytes[how] = self.bytes.get(how, 0) + size
+
+
+Observer = Callable[[Event], None]
+
+
+def inexact_scales(checkpoint: Checkpoint, folder: LocalFolder, description: Description) -> dict[str, str]:
+    """Read the F32 scales of all shared experts and name those that E8M0 cannot hold, with the value found."""
+    found: dict[str, str] = {}
+    with reading(folder.root, checkpoint.shards) as reader:
+        for info in f32_scales(description):
+            try:
+                e8m0_bytes(reader.rows(info, 0, info.shape[0], None), info)
+            except InvalidCheckpoint as e:
+                found[info.name] = e.problems[0].message
+    return found
+
+
+def write_output(plan: Plan, folder: LocalFolder, staging: Staging, link: Link, observe: Observer) -> Written:
+    """Write every file of the output into the staging folder, weights first and the manifest last.
+
+    Raises InvalidCheckpoint when the data holds what the headers could not show, and OSError.
+    """
+    written = Written()
+    with reading(folder.root, plan.checkpoint.shards) as reader:
+        for shard in plan.shards:
+            if shard.rewritten:
+                write_shard(shard, reader, staging.path(shard.name), _progress(shard.name, observe))
+                how = "rewritten"
+            else:
+                how = carry(folder.path(shard.name), staging.path(shard.name), link, _progress(shard.name, observe))
+            _finish(written, shard.name, how, shard.size, observe)
+        for sidecar in plan.sidecar:
+            write_sidecar(sidecar, reader, staging.path(sidecar.name), _progress(sidecar.name, observe))
+            _finish(written, sidecar.name, "kernel layout", sidecar.size, observe)
+    for name in plan.checkpoint.others:
+        carry(folder.path(name), staging.path(name), Link.AUTO)
+        written.add(name, "copied beside", folder.files[name])
+    for name, data in small_files(plan, folder).items():
+        staging.write(name, data)
+        written.add(name, "written", len(data))
+    return written
+
+
+def small_files(plan: Plan, folder: LocalFolder) -> dict[str, bytes]:
+    """Config, indexes and manifest of the output, by name."""
+    files: dict[str, bytes] = {}
+    files[CONFIG] = edited_config(folder.read(CONFIG), plan.config_edits)
+    if INDEX in folder.files:
+        weight_map = {t.source.name: s.name for s in plan.shards for t in s.tensors}
+        metadata = {**(plan.checkpoint.index_metadata or {}), "total_size": sum(s.payload for s in plan.shards)}
+        files[INDEX] = _index(metadata, weight_map) if plan.padded else folder.read(INDEX)
+    kernel_map = {t.name: Path(s.name).name for s in plan.sidecar for t in s.tensors}
+    if kernel_map:
+        files[f"{SIDECAR}/{INDEX}"] = _index({"total_size": sum(s.payload for s in plan.sidecar)}, kernel_map)
+    files[MANIFEST] = encode_json(manifest(plan, folder))
+    return files
+
+
+def edited_config(raw: bytes, edits: tuple[ConfigEdit, ...]) -> bytes:
+    """config.json with some integers changed; the same bytes when nothing changes, else the same keys in the same order."""
+    if not edits:
+        return raw
+    config = json.loads(raw.decode("utf-8"))
+    for edit in edits:
+        (config[edit.section] if edit.section else config)[edit.key] = edit.new
+    return encode_json(config)
+
+
+def encode_json(value: Any) -> bytes:
+    """Encode as the hub's files are: two spaces, UTF-8, a newline at the end."""
+    return json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
+
+
+def _index(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
+    return encode_json({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _progress(name: str, observe: Observer) -> Callable[[int], None]:
+    return lambda n: observe(Event(name, n))
+
+
+def _finish(written: Written, name: str, how: str, size: int, observe: Observer) -> None:
+    written.add(name, how, size)
+    observe(Event(name, size, done=True, how=how))

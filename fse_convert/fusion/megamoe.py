@@ -1,0 +1,172 @@
+"""The native rules: when DeepGEMM's MegaMoE kernel runs a layer's shared expert in the routed experts' launch.
+
+Rules: DeepGEMM 2.8.2 csrc/apis/mega_moe.hpp:88-92 and 204-227 (shapes, FP8 weight, int32 scales, shared width a
+multiple of the routed width); vLLM 0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py:214-245 and 338-386
+(dtypes, scale geometry); SGLang 0.5.23 layers/moe/mega_moe.py:196-207.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fse_convert.fusion.targets import Contract, Target
+from fse_convert.fusion.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.models.describe import ExpertGroup, LayerDescription
+from fse_convert.models.moe import Role
+from fse_convert.quantization.formats import Format, Kind
+
+E8M0_DTYPES = ("F8_E8M0", "U8")
+KERNEL_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Widths that a layer would have in the launch: of one routed expert, and of the whole shared MLP (elements)."""
+
+    routed: int
+    shared: int
+
+
+def kernel_verdict(
+    layer: LayerDescription, contract: Contract, pairings: Mapping[Kind, tuple[Kind, ...]], widths: Widths | None = None
+) -> Verdict:
+    """Judge a layer by the kernel alone, at its own widths or at those that padding would give it.
+
+    F32 scales pass here: whether each is an exact power of two is known only from the data, and is checked where the data is read.
+    """
+    early = _not_understood(layer)
+    if early:
+        return early
+    groups = _groups(layer)
+    if isinstance(groups, Verdict):
+        return groups
+    routed, shared = groups
+    at = widths or Widths(routed.width, shared.width)
+    reasons = (*_shape_reasons(routed, shared, contract, at), *_format_reasons(routed, shared, pairings))
+    return Verdict(Outcome.UNFUSED, reasons) if reasons else FUSED
+
+
+def native_verdict(layer: LayerDescription, target: Target, model_type: str) -> Verdict:
+    """Judge a layer as it is stored by a server release: the kernel's rules and what the server's loader adds."""
+    if target.model_types and model_type not in target.model_types:
+        reason = Reason("model-unsupported", f"{target.engine} {target.release} has no MegaMoE path for model type {model_type!r}")
+        return Verdict(Outcome.REFUSED, (reason,))
+    early = _not_understood(layer)
+    if early:
+        return early
+    groups = _groups(layer)
+    if isinstance(groups, Verdict):
+        return groups
+    routed, shared = groups
+    refused = tuple(_server_refusals(routed, target))
+    if refused:
+        return Verdict(Outcome.REFUSED, refused)
+    if not target.fuses:
+        reason = Reason("server-no-fusion", f"{target.engine} {target.release} runs the shared expert beside MegaMoE, never inside")
+        return Verdict(Outcome.UNFUSED, (reason,))
+    reasons = (
+        *_shape_reasons(routed, shared, target.contract, Widths(padded_routed(routed.width, target), shared.width)),
+        *_format_reasons(routed, shared, target.pairings),
+        *_loader_reasons(shared, target),
+    )
+    return Verdict(Outcome.UNFUSED, reasons) if reasons else FUSED
+
+
+def padded_routed(width: int, target: Target) -> int:
+    """Width of a routed expert after the padding that the server itself does at load."""
+    return -(-width // target.routed_pad) * target.routed_pad if target.routed_pad else width
+
+
+def _not_understood(layer: LayerDescription) -> Verdict | None:
+    if not layer.problems:
+        return None
+    return Verdict(Outcome.UNKNOWN, tuple(Reason(p.code, str(p), p.hint) for p in layer.problems))
+
+
+def _groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] | Verdict:
+    if layer.shared is None:
+        return Verdict(Outcome.UNFUSED, (Reason("no-shared-expert", "the layer has no shared expert"),))
+    if layer.routed is None:
+        return Verdict(Outcome.UNFUSED, (Reason("no-routed-experts", "the layer has no routed experts to fuse into"),))
+    if layer.layer.gate_tensor:
+        reason = Reason("shared-gated", f"{layer.layer.gate_tensor} scales the shared output; the kernel adds it with weight 1")
+        return Verdict(Outcome.UNFUSED, (reason,))
+    return layer.routed, layer.shared
+
+
+def _server_refusals(routed: ExpertGroup, target: Target) -> Iterator[Reason]:
+    width = padded_routed(routed.width, target)
+    multiple = target.contract.width_multiple
+    if width % multiple:
+        hint = f"convert with --target {target.name}"
+        yield Reason("width-alignment", f"routed width {width} is no multiple of {multiple}: MegaMoE is refused", hint)
+    multiple = max(target.hidden_multiple, target.contract.hidden_multiple)
+    if routed.hidden % multiple:
+        yield Reason("hidden-alignment", f"hidden size {routed.hidden} is no multiple of {multiple}")
+    if routed.formats[Role.GATE].kind not in target.pairings:
+        allowed = ", ".join(k.value for k in target.pairings)
+        yield Reason("routed-format", f"routed experts are {routed.label}; MegaMoE takes {allowed} there")
+
+
+def _shape_reasons(routed: ExpertGroup, shared: ExpertGroup, contract: Contract, at: Widths) -> Iterator[Reason]:
+    if routed.hidden != shared.hidden:
+        yield Reason(
+            "hidden-differs",
+            f"routed experts work on hidden size {routed.hidden}, the shared expert on {shared.hidden}",
+        )
+    if shared.hidden % contract.hidden_multiple:
+        yield Reason("hidden-alignment", f"hidden size {shared.hidden} is no multiple of {contract.hidden_multiple}")
+    if at.routed % contract.width_multiple:
+        hint = f"convert with --target {contract.name}"
+        yield Reason("width-alignment", f"width {at.routed} is no multiple of {contract.width_multiple}", hint)
+    if at.shared % at.routed:
+        hint = "pad routed and shared experts to one width: --experts all"
+        yield Reason("width-ratio", f"shared width {at.shared} is no multiple of the routed width {at.routed}", hint)
+
+
+def _format_reasons(routed: ExpertGroup, shared: ExpertGroup, pairings: Mapping[Kind, tuple[Kind, ...]]) -> Iterator[Reason]:
+    kinds = {f.kind for f in routed.formats.values()}
+    if not kinds <= set(pairings) or not all(_kernel_scales(f) for f in routed.formats.values()):
+        allowed = ", ".join(k.value for k in pairings)
+        yield Reason("routed-format", f"routed experts are {routed.label}; the launch takes {allowed} with E8M0 scales")
+        return
+    allowed_shared = pairings[routed.formats[Role.GATE].kind]
+    for role, f in shared.formats.items():
+        if f.kind not in allowed_shared:
+            kinds_text = ", ".join(k.value for k in allowed_shared)
+            message = (
+                f"shared {role.value} is {f.label}; beside {routed.label} experts the launch takes {kinds_text} with E8M0 scales"
+            )
+            yield Reason("shared-format", message)
+        elif f.block and f.block[1] % KERNEL_GROUP:
+            yield Reason(
+                "scale-block",
+                f"shared {role.value} has a scale per {f.block[1]} columns, no multiple of {KERNEL_GROUP}",
+            )
+        elif f.kind is Kind.FP8_BLOCK and f.scale_dtype not in (*E8M0_DTYPES, "F32"):
+            yield Reason("scale-dtype", f"shared {role.value} has {f.scale_dtype} scales, the kernel takes E8M0")
+
+
+def _kernel_scales(f: Format) -> bool:
+    return f.kind is not Kind.FP8_BLOCK or f.scale_dtype in (*E8M0_DTYPES, "F32")
+
+
+def _loader_reasons(shared: ExpertGroup, target: Target) -> Iterator[Reason]:
+    """What the servers' loaders ask of the checkpoint's own tensors, beyond the kernel."""
+    for role, f in shared.formats.items():
+        if f.kind is not Kind.FP8_BLOCK or f.block is None:
+            continue
+        if f.scale_dtype not in E8M0_DTYPES:
+            yield Reason("scale-dtype", f"shared {role.value} has {f.scale_dtype} scales; {target.engine} fuses E8M0 or U8")
+        if f.shape[0] % f.block[0] or f.shape[1] % f.block[1]:
+            yield Reason(
+                "scale-partial",
+                f"shared {role.value} {list(f.shape)} ends in a partial {f.block[0]}x{f.block[1]} block",
+            )
+        if target.shared_blocks is not None and f.block not in target.shared_blocks:
+            blocks = ", ".join(f"{a}x{b}" for a, b in target.shared_blocks)
+            yield Reason(
+                "scale-block",
+                f"shared {role.value} has {f.block[0]}x{f.block[1]} scales; {target.engine} {target.release} fuses {blocks}",
+            )

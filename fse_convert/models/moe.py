@@ -1,0 +1,57 @@
+"""The parts of a MoE layer as values: projections, experts, layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from fse_convert.checkpoint.header import TensorInfo
+
+
+class Role(str, Enum):
+    """Which of an expert's three projections; gate and up map hidden to width, down maps back."""
+
+    GATE = "gate"
+    UP = "up"
+    DOWN = "down"
+
+
+class LayerKind(str, Enum):
+    """A decoder layer, or a layer of the multi-token-prediction drafter."""
+
+    DECODER = "decoder"
+    MTP = "mtp"
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One linear map as stored: its tensors by suffix (``weight``, ``scale``, ...)."""
+
+    name: str
+    parts: Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert MLP. Several shared experts are stored as one MLP of their summed width."""
+
+    name: str
+    projections: Mapping[Role, Projection]
+
+
+@dataclass(frozen=True, slots=True)
+class MoELayer:
+    """One MoE block as the tensor names show it.
+
+    ``name`` is the block's prefix (``layers.3.ffn``), ``index`` its number within its kind. ``routed`` are in expert order;
+    ``gate_tensor`` is the shared expert's own gate (Qwen) if there is one; ``unknown`` are expert tensors that no rule explains.
+    """
+
+    name: str
+    kind: LayerKind
+    index: int
+    routed: tuple[Expert, ...]
+    shared: Expert | None
+    gate_tensor: str | None
+    unknown: tuple[str, ...]

@@ -1,0 +1,263 @@
+"""Decides what a conversion will write, from headers alone: pure, and the same for everyone who asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import lcm, prod
+from typing import Any
+
+from fse_convert.checkpoint.header import TensorInfo, element_bytes
+from fse_convert.checkpoint.source import SIDECAR, Checkpoint, Shard
+from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem
+from fse_convert.fusion.megamoe import Widths, kernel_verdict
+from fse_convert.fusion.targets import Contract
+from fse_convert.fusion.verdict import Outcome, Reason, Verdict
+from fse_convert.layout.sizes import ceil_div, round_up
+from fse_convert.models.describe import KERNEL_TENSOR, WIDTH_CONFLICT, Description, LayerDescription
+from fse_convert.models.moe import LayerKind, Role
+from fse_convert.plan import (
+    LAYOUT,
+    LAYOUT_VERSION,
+    ConfigEdit,
+    Experts,
+    Growth,
+    KernelTensor,
+    LayerVerdict,
+    Options,
+    OutputTensor,
+    Part,
+    Plan,
+    ShardPlan,
+    SharedExpert,
+    SidecarPlan,
+    matrix,
+)
+from fse_convert.quantization.formats import Format, Kind, Tile
+
+SIDECAR_SHARD_BYTES = 1 << 30
+"""Layers are added to a sidecar shard until it holds this many bytes."""
+PACKED_K = 128
+"""K elements per int32 word of packed scales."""
+
+
+def make_plan(checkpoint: Checkpoint, description: Description, options: Options, inexact: Mapping[str, str] | None = None) -> Plan:
+    """Decide what to write.
+
+    ``inexact``: names of F32 scale tensors that hold a value E8M0 cannot, with what was found; known only to whoever read the data.
+    Raises InvalidCheckpoint for what is broken or not understood, NotConvertible for layers that would not fuse.
+    """
+    _check_understood(checkpoint, description)
+    source_width, n_shared = _widths(description)
+    width = needed_width(description, options, source_width)
+    verdicts = tuple(
+        LayerVerdict(d, _judge(d, options, Widths(width, n_shared * width), inexact or {})) for d in description.layers
+    )
+    _check_verdicts(verdicts, options)
+    growing = _growing(description, width, n_shared) if options.experts is Experts.ALL and width != source_width else {}
+    shards = tuple(_shard_plan(s, growing) for s in checkpoint.shards)
+    sidecar = _sidecar([v.layer for v in verdicts if v.verdict.fused], n_shared * width, options.contract)
+    edits = _config_edits(checkpoint.config, description, source_width, width, n_shared) if growing else ()
+    return Plan(checkpoint, description, options, n_shared, source_width, width, verdicts, shards, sidecar, edits)
+
+
+def needed_width(description: Description, options: Options, source_width: int) -> int:
+    """Smallest width that the contract, the scale blocks and the tensor-parallel size accept, at least the source's."""
+    granularity = 1
+    for layer in description.layers:
+        for group in (layer.routed, layer.shared):
+            if group:
+                granularity = lcm(granularity, *(_width_block(r, f) for r, f in group.formats.items()))
+    return round_up(source_width, lcm(options.contract.width_multiple, granularity * options.tp))
+
+
+def _width_block(role: Role, f: Format) -> int:
+    if f.block is None:
+        return 1
+    return f.block[1] if role is Role.DOWN else f.block[0]
+
+
+def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
+    problems = [*description.problems, *(c for c in description.conflicts if c.code == WIDTH_CONFLICT)]
+    kernel = [n for n in checkpoint.tensors if KERNEL_TENSOR.search(n)]
+    if kernel:
+        problems.append(Problem("already-converted", "tensors in the kernel layout", kernel[0], "convert the original checkpoint"))
+    if description.family is None:
+        hint = "known families: see fse-convert targets"
+        problems.append(Problem("family-unknown", f"model type {description.model_type!r} is not known", "config.json", hint))
+    elif not any(d.shared for d in description.layers) and not problems:
+        problems.append(
+            Problem(
+                "no-shared-experts",
+                f"no shared experts under the names of {description.family.name}",
+                checkpoint.folder.label,
+            )
+        )
+    if problems:
+        raise InvalidCheckpoint(*problems)
+
+
+def _widths(description: Description) -> tuple[int, int]:
+    """Width of one expert, and how many of them the shared MLP is wide; both must be the same in every layer."""
+    widths = description.widths
+    if len(widths) != 1:
+        found = ", ".join(map(str, widths)) or "none"
+        raise InvalidCheckpoint(Problem("widths-differ", f"routed experts of different layers differ in width: {found}"))
+    ratios = {d.shared.width / widths[0] for d in description.layers if d.shared}
+    if len(ratios) != 1 or not (ratio := ratios.pop()).is_integer() or ratio < 1:
+        shared = sorted({d.shared.width for d in description.layers if d.shared})
+        message = (
+            f"shared width {', '.join(map(str, shared))} is no multiple of the routed width {widths[0]}, or differs between layers"
+        )
+        raise NotConvertible(Problem("width-ratio", message, hint="the kernel runs n shared experts of the routed width"))
+    return widths[0], int(ratio)
+
+
+def _judge(layer: LayerDescription, options: Options, widths: Widths, inexact: Mapping[str, str]) -> Verdict:
+    verdict = kernel_verdict(layer, options.contract, options.target.pairings, widths)
+    if not verdict.fused or layer.shared is None:
+        return verdict
+    parts = [t for p in layer.shared.experts[0].projections.values() for t in p.parts.values() if t.name in inexact]
+    reasons = tuple(Reason("scale-inexact", f"{t.name}: {inexact[t.name]}", "requantise to E8M0 scales first") for t in parts)
+    return Verdict(Outcome.UNFUSED, reasons) if reasons else verdict
+
+
+def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options) -> None:
+    for kind in LayerKind:
+        states = [v for v in verdicts if v.layer.layer.kind is kind]
+        fused = [v for v in states if v.verdict.fused]
+        if fused and len(fused) < len(states):
+            odd = [v for v in states if not v.verdict.fused]
+            counts = f"{len(fused)} of {len(states)} {kind.value} layers would fuse"
+            message = f"the layers disagree: {counts}, these not: {_layer_list(odd)}"
+            hint = "servers fuse all layers of a model or none (vllm-project/vllm#51695)"
+            raise NotConvertible(Problem("layers-mixed", message, hint=hint), *_unfused_problems(odd))
+    unfused = [v for v in verdicts if not v.verdict.fused]
+    if unfused and not options.allow_unfused:
+        problems = _unfused_problems(unfused)
+        hint = "--allow-unfused writes such layers in the standard layout only"
+        raise NotConvertible(
+            *problems, Problem("not-fusable", f"{len(unfused)} of {len(verdicts)} layers would not fuse", hint=hint)
+        )
+
+
+def _unfused_problems(unfused: list[LayerVerdict]) -> list[Problem]:
+    """One problem per distinct reason, naming the layers that have it."""
+    by_reason: dict[Reason, list[LayerVerdict]] = {}
+    for v in unfused:
+        for reason in v.verdict.reasons:
+            by_reason.setdefault(reason, []).append(v)
+    return [Problem(r.code, r.message, _layer_list(vs), r.hint) for r, vs in by_reason.items()]
+
+
+def _layer_list(verdicts: list[LayerVerdict]) -> str:
+    names = [v.layer.layer.name for v in verdicts]
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)} layers)"
+
+
+def _growing(description: Description, width: int, n_shared: int) -> dict[str, tuple[tuple[int, ...], Growth]]:
+    """Every expert tensor that grows, with its new shape."""
+    growing: dict[str, tuple[tuple[int, ...], Growth]] = {}
+    for layer in description.layers:
+        for group, new in ((layer.routed, width), (layer.shared, n_shared * width)):
+            if group is None:
+                continue
+            for expert in group.experts:
+                for role, projection in expert.projections.items():
+                    f = group.formats[role]
+                    for suffix, info in projection.parts.items():
+                        grown = _grow(info, f, f.tiles[suffix], role, new)
+                        if grown:
+                            growing[info.name] = grown
+    return growing
+
+
+def _grow(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int) -> tuple[tuple[int, ...], Growth] | None:
+    if tile is None:
+        return None
+    n, k = (f.shape[0], width) if role is Role.DOWN else (width, f.shape[1])
+    shape = (ceil_div(n, tile.rows), ceil_div(k, tile.cols) if tile.cols else 1)[: len(info.shape)]
+    if shape == info.shape:
+        return None
+    rows, row_bytes = matrix(info)
+    new_row_bytes = prod(shape[1:]) * element_bytes(info.dtype)
+    return shape, Growth(rows, row_bytes, shape[0], new_row_bytes, tile.fill, tile.nan)
+
+
+def _shard_plan(shard: Shard, growing: Mapping[str, tuple[tuple[int, ...], Growth]]) -> ShardPlan:
+    tensors: list[OutputTensor] = []
+    at = 0
+    for info in shard.header.tensors:
+        shape, growth = growing.get(info.name, (info.shape, None))
+        size = growth.new_rows * growth.new_row_bytes if growth else info.nbytes
+        tensors.append(OutputTensor(info, shape, at, at + size, growth))
+        at += size
+    return ShardPlan(shard, tuple(tensors))
+
+
+def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract) -> tuple[SidecarPlan, ...]:
+    files: list[list[SharedExpert]] = []
+    room = 0
+    for layer in layers:
+        if layer.shared is None or any(f.kind is not Kind.FP8_BLOCK for f in layer.shared.formats.values()):
+            continue
+        size = 3 * width * layer.shared.hidden
+        if room < size:
+            files.append([])
+            room = SIDECAR_SHARD_BYTES
+        files[-1].append(SharedExpert(f"{layer.layer.name}.experts", layer.shared, width))
+        room -= size
+    metadata = {
+        "format": "pt",
+        "fse_contract": contract.name,
+        "fse_layout": LAYOUT,
+        "fse_layout_version": str(LAYOUT_VERSION),
+    }
+    return tuple(
+        SidecarPlan(f"{SIDECAR}/shared-{i:05d}-of-{len(files):05d}.safetensors", _kernel_tensors(experts), metadata)
+        for i, experts in enumerate(files, 1)
+    )
+
+
+def _kernel_tensors(experts: Iterable[SharedExpert]) -> tuple[KernelTensor, ...]:
+    tensors: list[KernelTensor] = []
+    at = 0
+    for shared in experts:
+        h, s = shared.group.hidden, shared.width
+        shapes = {
+            Part.L1_WEIGHT: ("F8_E4M3", (2 * s, h)),
+            Part.L1_SCALE: ("I32", (h // PACKED_K, 2 * s)),
+            Part.L2_WEIGHT: ("F8_E4M3", (h, s)),
+            Part.L2_SCALE: ("I32", (s // PACKED_K, h)),
+        }
+        for part, (dtype, shape) in shapes.items():
+            end = at + prod(shape) * element_bytes(dtype)
+            tensors.append(KernelTensor(f"{shared.prefix}.{part.value}", part, shared, dtype, shape, at, end))
+            at = end
+    return tuple(tensors)
+
+
+def _config_edits(config: Mapping[str, Any], description: Description, old: int, new: int, n_shared: int) -> tuple[ConfigEdit, ...]:
+    family = description.family
+    if family is None:
+        return ()
+    edits: list[ConfigEdit] = []
+    for section in family.sections:
+        place = config.get(section) if section else config
+        if not isinstance(place, Mapping):
+            continue
+        if place.get(family.width_key) == old:
+            edits.append(ConfigEdit(section, family.width_key, old, new))
+        if family.shared_width_key and place.get(family.shared_width_key) == n_shared * old:
+            edits.append(ConfigEdit(section, family.shared_width_key, n_shared * old, n_shared * new))
+    return tuple(edits)
+
+
+def f32_scales(description: Description) -> list[TensorInfo]:
+    """The F32 scales of shared experts, whose values decide whether they fit into E8M0."""
+    return [
+        projection.parts[f.scale]
+        for layer in description.layers
+        if layer.shared
+        for role, projection in layer.shared.experts[0].projections.items()
+        if (f := layer.shared.formats[role]).scale and f.kind is Kind.FP8_BLOCK and f.scale_dtype == "F32"
+    ]

@@ -1,0 +1,70 @@
+"""Progress on stderr: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fse_convert.plan import Plan
+from fse_convert.report.common import console, size
+
+if TYPE_CHECKING:
+    from fse_convert.convert import Event, Observer
+
+
+@contextmanager
+def progress(plan: Plan) -> Iterator[Observer]:
+    """Show progress on stderr: a bar on a terminal, elsewhere a line per finished file and at least one every 30 s."""
+    total = sum(s.size for s in plan.shards) + sum(s.size for s in plan.sidecar)
+    if sys.stderr.isatty():
+        with _bar(total) as observe:
+            yield observe
+    else:
+        yield Heartbeat(total, len(plan.shards) + len(plan.sidecar)).observe
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Observer]:
+    from rich import progress as rp
+
+    columns = (
+        rp.TextColumn("{task.description}"),
+        rp.BarColumn(),
+        rp.DownloadColumn(),
+        rp.TransferSpeedColumn(),
+        rp.TimeRemainingColumn(),
+    )
+    with rp.Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def observe(event: Event) -> None:
+            if not event.done:
+                bar.update(task, advance=event.bytes, description=event.file)
+
+        yield observe
+
+
+class Heartbeat:
+    """Progress as lines, for logs: rich shows nothing off a terminal until the end."""
+
+    interval = 30.0
+
+    def __init__(self, total: int, files: int) -> None:
+        self.total, self.files = total, files
+        self.bytes = self.done = 0
+        self.start = self.last = time.monotonic()
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event, and print a line when one is due."""
+        self.bytes += 0 if event.done else event.bytes
+        self.done += event.done
+        now = time.monotonic()
+        if event.done or now - self.last >= self.interval:
+            self.last = now
+            rate = self.bytes / max(now - self.start, 1e-9)
+            eta = (self.total - self.bytes) / rate if rate else 0
+            done = f"{self.done}/{self.files} files  {size(self.bytes)} of {size(self.total)}"
+            print(f"{done}  {size(rate)}/s  eta {eta:.0f} s  {event.file}", file=sys.stderr, flush=True)  # noqa: T201 - this is the report
