@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,9 @@ def small_files(plan: Plan, folder: LocalFolder) -> dict[str, bytes]:
     files[CONFIG] = edited_config(folder.read(CONFIG), plan.config_edits)
     if INDEX in folder.files:
         weight_map = {t.source.name: s.name for s in plan.shards for t in s.tensors}
-        metadata = {**(plan.checkpoint.index_metadata or {}), "total_size": sum(s.payload for s in plan.shards)}
-        files[INDEX] = _index(metadata, weight_map) if plan.padded else folder.read(INDEX)
+        metadata = _index_metadata(plan)
+        same = not plan.padded and metadata == plan.checkpoint.index_metadata
+        files[INDEX] = folder.read(INDEX) if same else _index(metadata, weight_map)
     kernel_map = {t.name: Path(s.name).name for s in plan.sidecar for t in s.tensors}
     if kernel_map:
         files[f"{SIDECAR}/{INDEX}"] = _index({"total_size": sum(s.payload for s in plan.sidecar)}, kernel_map)
@@ -112,6 +114,14 @@ def edited_config(raw: bytes, edits: tuple[ConfigEdit, ...]) -> bytes:
 def encode_json(value: Any) -> bytes:
     """Encode as the hub's files are: two spaces, UTF-8, a newline at the end."""
     return json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
+
+
+def _index_metadata(plan: Plan) -> dict[str, Any]:
+    """The index's metadata with true totals; transformers 5 counts parameters too, where they are there they grow with the tensors."""
+    metadata = {**(plan.checkpoint.index_metadata or {}), "total_size": sum(s.payload for s in plan.shards)}
+    if isinstance(metadata.get("total_parameters"), int):
+        metadata["total_parameters"] += sum(prod(t.shape) - prod(t.source.shape) for s in plan.shards for t in s.tensors)
+    return metadata
 
 
 def _index(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:

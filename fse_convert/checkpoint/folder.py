@@ -25,6 +25,10 @@ class Folder(Protocol):
     def files(self) -> dict[str, int]:
         """Every file with its size in bytes, nested ones included, in sorted order."""
 
+    @property
+    def odd(self) -> list[str]:
+        """What is there but is no readable file: never part of the checkpoint."""
+
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Read a byte range; shorter when the file ends."""
 

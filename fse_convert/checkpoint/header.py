@@ -1,8 +1,8 @@
 """Strict safetensors headers: accepts what the safetensors library accepts, or less, and says why not.
 
 The format: 8 bytes of little-endian length, that many bytes of JSON, then the payload, covered without holes or overlaps.
-Rules: https://github.com/huggingface/safetensors#format and safetensors/src/tensor.rs of release 0.8.0. Stricter than
-the library in two places: a repeated key is refused inside ``__metadata__`` too, and inside a tensor's entry.
+Rules: https://github.com/huggingface/safetensors#format and safetensors/src/tensor.rs of release 0.8.0. Stricter than the library in one thing:
+a repeated key is refused everywhere, where the library lets the last one win.
 """
 
 from __future__ import annotations

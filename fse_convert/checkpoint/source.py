@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fse_convert.checkpoint.folder import Folder
-from fse_convert.checkpoint.header import Header, TensorInfo, header_length, parse_header
+from fse_convert.checkpoint.header import LFS_POINTER, Header, TensorInfo, header_length, parse_header
 from fse_convert.errors import InvalidCheckpoint, Problem
 
 CONFIG = "config.json"
@@ -101,6 +101,9 @@ class _Opening:
             raise InvalidCheckpoint(*self.problems)
         metadata = index.get("metadata") if index else None
         self._check_total(metadata, shards)
+        if self.folder.odd:
+            hint = "dangling links, linked folders and devices are no part of a checkpoint"
+            self.notes.append(Problem("not-copied", f"left out: {some(self.folder.odd)}", self.folder.label, hint))
         others = tuple(n for n in self.files if n not in {CONFIG, INDEX} and n not in names)
         return Checkpoint(self.folder, config or {}, quant_config, shards, tensors, metadata, others, tuple(self.notes))
 
@@ -111,14 +114,22 @@ class _Opening:
         if MANIFEST in self.files:
             hint = "convert the original checkpoint, or take the padding out first: fse-convert restore"
             raise InvalidCheckpoint(Problem("already-converted", "this checkpoint is already converted", MANIFEST, hint))
+        inside = [n for n in self.files if n.startswith(f"{SIDECAR}/")]
+        if inside:
+            message = f"holds {some(inside)} but no manifest: this name is where the output's kernel layout goes"
+            self._problem("sidecar-foreign", message, f"{SIDECAR}/", "move the folder away, or convert the original checkpoint")
 
     def _json(self, name: str, *, required: bool) -> dict[str, Any] | None:
         if name not in self.files:
             if required:
                 self._problem("file-missing", "no such file in the checkpoint", name, "a checkpoint needs its config.json")
             return None
+        raw = self.folder.read(name)
+        if raw.startswith(LFS_POINTER):
+            self._problem("lfs-pointer", "this is a Git LFS pointer, not the file", name, "fetch the real file: git lfs pull")
+            return None
         try:
-            value = json.loads(self.folder.read(name).decode("utf-8"))
+            value = json.loads(raw.decode("utf-8"))
         except (ValueError, RecursionError) as e:
             self._problem("json-invalid", f"not valid JSON: {e}", name, "download it again")
             return None
@@ -162,8 +173,7 @@ class _Opening:
         return [n for n in listed if n in self.files]
 
     def _missing_hint(self, name: str) -> str:
-        odd: list[str] = getattr(self.folder, "odd", [])
-        return "it is a symlink to nowhere: was the hub cache pruned?" if name in odd else "finish the download"
+        return "it is a symlink to nowhere: was the hub cache pruned?" if name in self.folder.odd else "finish the download"
 
     def _check_single(self, present: list[str]) -> None:
         if not present:

@@ -1,0 +1,73 @@
+"""What all tests share: the synthetic checkpoints of examples/, small and made once, and ways to run the command and read its output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY / "examples"))
+
+from make_checkpoint import make_checkpoint  # noqa: E402
+
+SMALL = {"hidden": 512, "width": 384, "layers": 2, "experts": 3, "vocab": 64}
+"""Small enough for a test of milliseconds; 384 is no multiple of 512 but one of 128, as 2304 is."""
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a small checkpoint of a kind, once per session and set of knobs; never write into it."""
+    known: dict[str, Path] = {}
+
+    def make(kind: str = "v4.1-flash", **knobs: Any) -> Path:
+        key = json.dumps([kind, knobs], sort_keys=True)
+        if key not in known:
+            extra = {"engram_rows": 64} if kind == "v4.1-flash" else {}
+            known[key] = make_checkpoint(tmp_path_factory.mktemp(kind) / "source", kind, **{**SMALL, **extra, **knobs})
+        return known[key]
+
+    return make
+
+
+@pytest.fixture
+def source(made: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Make a private copy of a small checkpoint, to be damaged."""
+
+    def copy(kind: str = "v4.1-flash", **knobs: Any) -> Path:
+        return Path(shutil.copytree(made(kind, **knobs), tmp_path / "source"))
+
+    return copy
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process: exit code, stdout, stderr."""
+    from fse_convert.cli import main
+
+    def call(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main([str(a) for a in args])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return int(stopped.value.code or 0), out, err
+
+    return call
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder, by relative name."""
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="session")
+def digest() -> Callable[[Path], dict[str, str]]:
+    """`digests`, as a fixture."""
+    return digests
