@@ -39,8 +39,8 @@ class DefaultGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert the default command unless one is named; a mistyped command is told apart from a path."""
-        if args and args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
-            close = difflib.get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
+        if args and args[0] not in {*self.commands, "--help", "-h", "--version"}:
+            close = [] if args[0].startswith("-") else difflib.get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
             if close and not os.path.lexists(args[0]):
                 raise click.UsageError(f"no command and no folder {args[0]!r}. Did you mean {close[0]!r}?", ctx)
             args = [self.default, *args]

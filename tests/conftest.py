@@ -1,4 +1,4 @@
-"""What all tests share: the synthetic checkpoints of examples/, small and made once, and ways to run the command and read its output."""
+"""What all tests share: small synthetic checkpoints, made once, and ways to run the command and read its output."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file below a folder, by relative name."""
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,7 @@ def test_accepts_what_the_library_accepts(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_what_the_library_refuses(name: str, tmp_path: Path) -> None:
     assert not library_accepts(REFUSED[name], tmp_path / "x")
-    assert code(REFUSED[name]) == name.split()[0]
+    assert code(REFUSED[name]) == name.split(maxsplit=1)[0]
 
 
 ENTRY = b'"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
@@ -165,7 +165,12 @@ def test_agrees_with_the_library_on_generated_headers(header: dict[str, Any], pa
 def test_a_flipped_header_byte_never_crashes_and_agrees(at: int, value: int) -> None:
     import tempfile
 
-    data = bytearray(blob({"__metadata__": {"format": "pt"}, "a.weight": tensor("BF16", (2, 3), (0, 12)), "b": tensor(offsets=(12, 16))}, bytes(16)))
+    data = bytearray(
+        blob(
+            {"__metadata__": {"format": "pt"}, "a.weight": tensor("BF16", (2, 3), (0, 12)), "b": tensor(offsets=(12, 16))},
+            bytes(16),
+        )
+    )
     data[at % (len(data) - 16)] = value
     with tempfile.TemporaryDirectory() as folder:
         accepted = library_accepts(bytes(data), Path(folder) / "x")

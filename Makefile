@@ -1,0 +1,53 @@
+# Everything that a newcomer, a developer and CI run. `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+# The torch that development and CI use. Any torch >= 2.7 works: make demo TORCH=torch
+TORCH ?= torch==2.13.0
+DEMO ?= demo
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo test fast lint format peers gpu-check clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/installed ## make a DeepSeek-V4.1-shaped checkpoint, convert it, prove it, show the report
+	rm -rf $(DEMO)
+	$(BIN)/python examples/make_checkpoint.py $(DEMO)/checkpoint --kind v4.1-flash --layers 2 --mtp 1 --experts 8
+	$(BIN)/fse-convert $(DEMO)/checkpoint $(DEMO)/converted
+
+test: $(VENV)/dev ## all tests, the published peers included (downloads their wheels once)
+	$(PYTEST) -n auto
+
+fast: $(VENV)/dev ## tests of this package alone, in about a minute
+	$(PYTEST) -n auto -m 'not slow and not peers'
+
+lint: $(VENV)/dev ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+peers: $(VENV)/dev ## the published vLLM, SGLang and DeepGEMM code against ours, set up from scratch
+	$(BIN)/python tests/peers/wheels.py
+	$(PYTEST) -m peers tests/peers
+
+gpu-check: $(VENV)/dev ## what needs a CUDA device; says what it needs when there is none
+	$(PYTEST) -m gpu -rs
+
+clean: ## remove the demo, the virtual environment and the peers
+	rm -rf $(DEMO) $(VENV) .peers
