@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="pip i
 Run = Callable[..., tuple[int, str, str]]
 COMMON = {
     "vocab_size": 256, "hidden_size": 512, "intermediate_size": 384, "moe_intermediate_size": 320, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "max_position_embeddings": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 128,
 }  # fmt: skip
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -24,8 +24,10 @@ def pad(x_nb: Tensor, rows: int, row_bytes: int, fill: bytes) -> Tensor:
     if rows < n or row_bytes < b or row_bytes % len(fill) or b % len(fill):
         raise ValueError(f"cannot pad [{n}, {b}] bytes to [{rows}, {row_bytes}] in elements of {len(fill)}")
     element = torch.tensor(list(fill), dtype=torch.uint8)
-    out = element.repeat(rows * row_bytes // len(fill)).view(rows, row_bytes)
+    out = torch.empty(rows, row_bytes, dtype=torch.uint8)
     out[:n, :b] = x_nb
+    out[:n, b:].unflatten(1, (-1, len(fill)))[:] = element
+    out[n:].unflatten(1, (-1, len(fill)))[:] = element
     return out
 
 
