@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -16,8 +20,11 @@ from fse_convert.checkpoint.ranges import Link
 from fse_convert.errors import ExitCode, FseConvertError, Problem, UsageError
 from fse_convert.fusion.targets import TARGETS, find_target
 from fse_convert.plan import Experts, Options
+from fse_convert.verify.findings import Level
 
 DEBUG = "FSE_CONVERT_DEBUG"
+STOP_WITHIN = 0.7
+"""Seconds that a stopped run has to end by itself."""
 EXIT_CODES = """
 \b
 Exit codes:
@@ -86,7 +93,18 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
 )  # fmt: skip
 @click.option("--allow-unfused", is_flag=True, help="Also write layers that would not fuse, in the standard layout only.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it is an earlier output of fse-convert or an empty folder.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1), show_default="up to 4, one per core",
+    help="Shards written at a time.",
+)  # fmt: skip
+@click.option(
+    "--restart", is_flag=True, help="Start anew instead of going on where an interrupted run of the same conversion stopped."
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
+@click.option(
+    "--verify", "level", type=click.Choice([level.value for level in Level]), default=Level.NUMERICS.value, show_default=True,
+    help="How far OUT is proved against CHECKPOINT before it appears; each level includes those before it.",
+)  # fmt: skip
 @json_option
 def convert(
     checkpoint: Path,
@@ -96,9 +114,12 @@ def convert(
     tp: int,
     link: str,
     *,
+    workers: int,
     allow_unfused: bool,
     overwrite: bool,
+    restart: bool,
     dry_run: bool,
+    level: str,
     as_json: bool,
 ) -> None:
     """Convert CHECKPOINT into OUT (the default command)."""
@@ -106,9 +127,10 @@ def convert(
     from fse_convert.checkpoint.transaction import check_output
     from fse_convert.report import common, conversion
     from fse_convert.report.progress import progress
+    from fse_convert.report.proof import print_proof
 
     options = Options(_target(target), Experts(experts), tp, allow_unfused)
-    request = pipeline.Request(checkpoint, out, options, Link(link), overwrite)
+    request = pipeline.Request(checkpoint, out, options, Link(link), overwrite, Level(level), workers, restart)
     check_output(checkpoint, out, overwrite=overwrite)
     plan, folder = pipeline.plan_conversion(checkpoint, options)
     if not as_json:
@@ -119,13 +141,122 @@ def convert(
         else:
             conversion.print_plan(plan, title="plan")
         return
-    with progress(plan) as observe:
+    with progress(*pipeline.workload(plan, folder, request.verify)) as observe:
         outcome = pipeline.run(request, plan, folder, observe)
     if as_json:
         click.echo(common.dump(conversion.outcome_json(outcome)))
     else:
         conversion.print_plan(plan, title="converted")
         conversion.print_written(outcome, out)
+        if outcome.proof:
+            print_proof(outcome.proof, written=True)
+
+
+@cli.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--source", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="The checkpoint that OUT was made from.")
+@click.option(
+    "--level", type=click.Choice([level.value for level in Level if level is not Level.NONE]),
+    help="How far to go; each level includes those before it.  [default: numerics; storage without --source]",
+)  # fmt: skip
+@click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Compare N tensors instead of all, for a quick look.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where numerics run.")
+@json_option
+def verify(out: Path, source: Path | None, level: str | None, sample: int | None, device: str, *, as_json: bool) -> None:
+    """Prove OUT against the checkpoint that it was made from.
+
+    storage: every byte, mapped by the kernel's addresses to the source's. numerics: the fused expert computed from both
+    sides, bit for bit. kernel: the real DeepGEMM kernel, on a GPU that has it (SM100); exit code 4 where it cannot run.
+    Without --source, OUT is only compared with the digests in its own manifest.
+    """
+    from fse_convert import pipeline
+    from fse_convert.report import common
+    from fse_convert.report.progress import progress
+    from fse_convert.report.proof import print_proof, verify_json
+
+    if source is None and level not in (None, Level.STORAGE.value):
+        message = f"--level {level} compares with the source"
+        raise UsageError(Problem("source-needed", message, "--level", "give --source CHECKPOINT"))
+    check = pipeline.Check(out, source, Level(level or Level.NUMERICS.value), sample, device)
+    with progress(*pipeline.reading(check)) as observe:
+        proof = pipeline.verify(check, observe)
+    code = ExitCode.NO if proof.failed else ExitCode.ENVIRONMENT if proof.missing else ExitCode.OK
+    if as_json:
+        click.echo(common.dump(verify_json(proof, int(code))))
+    else:
+        print_proof(proof)
+    if code:
+        raise click.exceptions.Exit(int(code))
+
+
+@cli.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("original", type=click.Path(path_type=Path))
+@click.option(
+    "--link", type=click.Choice([link.value for link in Link]), default=Link.AUTO.value, show_default=True,
+    help="How untouched shards reach ORIGINAL. auto: share blocks where the file system can, else copy. hard: hard links.",
+)  # fmt: skip
+@json_option
+def restore(out: Path, original: Path, link: str, *, as_json: bool) -> None:
+    """Take padding and the kernel layout out of OUT again: ORIGINAL is the source, bit for bit, and needs no source."""
+    from fse_convert import pipeline
+    from fse_convert.report import common
+    from fse_convert.report.progress import progress
+    from fse_convert.report.proof import print_restored, restored_json
+
+    with progress(*pipeline.reading(pipeline.Check(out, None))) as observe:
+        done = pipeline.restore(out, original, Link(link), observe)
+    if as_json:
+        click.echo(common.dump(restored_json(done)))
+    else:
+        print_restored(done, original)
+
+
+@cli.command()
+@click.argument("checkpoint")
+@click.option("--target", "only", multiple=True, metavar="NAME", help="Judge this target only; may be given several times.")
+@click.option("--require", multiple=True, metavar="NAME", help="Exit with 1 unless this target fuses every layer; repeatable.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size, for costs and widths.")
+@click.option("--ep", type=click.IntRange(min=1), default=8, show_default=True, help="Expert-parallel size, for costs per rank.")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json", "markdown", "github"]), default="text", show_default=True,
+    help="github: annotations for GitHub Actions, then Markdown.",
+)  # fmt: skip
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report as one HTML file.")
+@json_option
+def inspect(
+    checkpoint: str,
+    only: tuple[str, ...],
+    require: tuple[str, ...],
+    tp: int,
+    ep: int,
+    form: str,
+    html: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Tell which servers fuse CHECKPOINT's shared experts, layer by layer, why not, and what it costs.
+
+    CHECKPOINT is a folder or hf://org/name[@revision]. Config and headers are read, nothing else. The answers are three:
+    native MegaMoE fusion (NVIDIA), AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
+    """
+    from fse_convert import inspection, pipeline
+    from fse_convert.costs import Serving
+    from fse_convert.report.inspection_formats import Format, colored, complaints, render
+    from fse_convert.report.inspection_html import html as page
+
+    names = inspection.target_names((*only, *require))
+    with pipeline.environment(checkpoint):
+        found = inspection.inspect(inspection.open_folder(checkpoint), Serving(tp, ep), names if only else frozenset())
+    code = found.exit_code(require)
+    click.echo(render(found, Format.JSON if as_json else Format(form), only, require, code), color=colored())
+    if html:
+        with pipeline.environment(html):
+            html.write_text(page(found, only), encoding="utf-8")
+    for line in complaints(found, require):
+        click.echo(line, err=True)
+    if code:
+        raise click.exceptions.Exit(int(code))
 
 
 @cli.command()
@@ -153,26 +284,57 @@ def _target(name: str) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with a documented code; bad input never shows a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
-    sys.exit(_run(args))
+    with _stoppable():
+        code = _run(args)
+    sys.exit(code)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the program to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.code = 128 + number
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Handle the signals that ask a program to stop, for as long as the command runs."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [signal.signal(number, _stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """Stop within a second, even while a thread waits for the disk: at every instant what is on disk can be gone on from."""
+    timer = threading.Timer(STOP_WITHIN, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
+    raise Stopped(number)
 
 
 def _run(args: list[str]) -> int:
-    as_json = "--json" in args
+    as_json = "--json" in args or "--format=json" in args or "--format json" in " ".join(args)
     try:
-        cli.main(args, standalone_mode=False, prog_name="fse-convert")
+        code = cli.main(args, standalone_mode=False, prog_name="fse-convert")
     except FseConvertError as e:
         return _fail(e, as_json=as_json)
-    except click.exceptions.Exit as e:
-        return e.exit_code
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        return 130
+    except (click.exceptions.Abort, KeyboardInterrupt) as e:
+        click.echo("interrupted: the same command goes on with what is finished", err=True)
+        return e.code if isinstance(e, Stopped) else 130
     except click.ClickException as e:
         return _fail(UsageError(Problem("usage", e.format_message(), hint="see: fse-convert --help")), as_json=as_json)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    return int(ExitCode.OK)
+    return code if isinstance(code, int) else int(ExitCode.OK)
 
 
 def _fail(error: FseConvertError, *, as_json: bool) -> int:

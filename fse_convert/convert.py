@@ -9,16 +9,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import fse_convert
 from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.jobs import Job, run_jobs
 from fse_convert.checkpoint.ranges import Link, carry
-from fse_convert.checkpoint.source import CONFIG, INDEX, MANIFEST, SIDECAR, Checkpoint
+from fse_convert.checkpoint.source import CONFIG, INDEX, SIDECAR, Checkpoint
 from fse_convert.checkpoint.transaction import Staging
 from fse_convert.errors import InvalidCheckpoint
-from fse_convert.manifest import manifest
 from fse_convert.models.describe import Description
-from fse_convert.plan import ConfigEdit, Plan
+from fse_convert.originals import encode_json
+from fse_convert.plan import LAYOUT, LAYOUT_VERSION, ConfigEdit, Plan, ShardPlan, SidecarPlan
 from fse_convert.planning import f32_scales
-from fse_convert.rewrite import e8m0_bytes, reading, write_shard, write_sidecar
+from fse_convert.rewrite import e8m0_bytes, one_thread, reading, write_shard, write_sidecar
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ Observer = Callable[[Event], None]
 def inexact_scales(checkpoint: Checkpoint, folder: LocalFolder, description: Description) -> dict[str, str]:
     """Read the F32 scales of all shared experts and name those that E8M0 cannot hold, with the value found."""
     found: dict[str, str] = {}
-    with reading(folder.root, checkpoint.shards) as reader:
+    with reading(folder, checkpoint.shards) as reader:
         for info in f32_scales(description):
             try:
                 e8m0_bytes(reader.rows(info, 0, info.shape[0], None), info)
@@ -59,25 +61,22 @@ def inexact_scales(checkpoint: Checkpoint, folder: LocalFolder, description: Des
     return found
 
 
-def write_output(plan: Plan, folder: LocalFolder, staging: Staging, link: Link, observe: Observer) -> Written:
-    """Write every file of the output into the staging folder, weights first and the manifest last.
+def write_output(plan: Plan, folder: LocalFolder, staging: Staging, link: Link, workers: int, observe: Observer) -> Written:
+    """Write every file of the output but the manifest into the staging folder, weights first.
 
-    Raises InvalidCheckpoint when the data holds what the headers could not show, and OSError.
+    ``workers``: shards written at a time. Raises InvalidCheckpoint when the data holds what the headers could not show,
+    EnvironmentFailure, OSError.
     """
     written = Written()
-    with reading(folder.root, plan.checkpoint.shards) as reader:
-        for shard in plan.shards:
-            if shard.rewritten:
-                write_shard(shard, reader, staging.path(shard.name), _progress(shard.name, observe))
-                how = "rewritten"
-            else:
-                how = carry(folder.path(shard.name), staging.path(shard.name), link, _progress(shard.name, observe))
-            _finish(written, shard.name, how, shard.size, observe)
-        for sidecar in plan.sidecar:
-            write_sidecar(sidecar, reader, staging.path(sidecar.name), _progress(sidecar.name, observe))
-            _finish(written, sidecar.name, "kernel layout", sidecar.size, observe)
+    jobs = [_main_job(plan, shard, folder, link) for shard in plan.shards]
+    jobs += [_sidecar_job(plan, sidecar, folder) for sidecar in plan.sidecar]
+    with one_thread():
+        how = run_jobs(jobs, staging, workers, lambda *told: observe(Event(*told)))
+    for job in jobs:
+        written.add(job.name, how[job.name], job.size)
     for name in plan.checkpoint.others:
         carry(folder.path(name), staging.path(name), Link.AUTO)
+        folder.check(name)
         written.add(name, "copied beside", folder.files[name])
     for name, data in small_files(plan, folder).items():
         staging.write(name, data)
@@ -85,8 +84,47 @@ def write_output(plan: Plan, folder: LocalFolder, staging: Staging, link: Link, 
     return written
 
 
+def fingerprint(plan: Plan, folder: LocalFolder) -> dict[str, Any]:
+    """What must be the same for a run to go on where another one stopped: tool, arguments, layout, and the source's files."""
+    options = plan.options
+    return {
+        "version": fse_convert.__version__,
+        "layout": {"name": LAYOUT, "version": LAYOUT_VERSION},
+        "arguments": {
+            "target": options.target.name,
+            "experts": options.experts.value,
+            "tp": options.tp,
+            "allow_unfused": options.allow_unfused,
+        },
+        "source": {name: list(stamp) for name, stamp in folder.stamps.items()},
+    }
+
+
+def _main_job(plan: Plan, shard: ShardPlan, folder: LocalFolder, link: Link) -> Job:
+    def rewrite(path: Path, progress: Callable[[int], None]) -> str:
+        with reading(folder, plan.checkpoint.shards) as reader:
+            write_shard(shard, reader, path, progress)
+        return "rewritten"
+
+    def bring(path: Path, progress: Callable[[int], None]) -> str:
+        how = carry(folder.path(shard.name), path, link, progress)
+        folder.check(shard.name)
+        return how
+
+    return Job(shard.name, shard.size, rewrite if shard.rewritten else bring)
+
+
+def _sidecar_job(plan: Plan, sidecar: SidecarPlan, folder: LocalFolder) -> Job:
+    def write(path: Path, progress: Callable[[int], None]) -> str:
+        with reading(folder, plan.checkpoint.shards) as reader:
+            write_sidecar(sidecar, reader, path, progress)
+        return "kernel layout"
+
+    return Job(sidecar.name, sidecar.size, write)
+
+
 def small_files(plan: Plan, folder: LocalFolder) -> dict[str, bytes]:
-    """Config, indexes and manifest of the output, by name."""
+    """Config and indexes of the output, by name."""
     files: dict[str, bytes] = {}
     files[CONFIG] = edited_config(folder.read(CONFIG), plan.config_edits)
     if INDEX in folder.files:
@@ -97,7 +135,6 @@ def small_files(plan: Plan, folder: LocalFolder) -> dict[str, bytes]:
     kernel_map = {t.name: Path(s.name).name for s in plan.sidecar for t in s.tensors}
     if kernel_map:
         files[f"{SIDECAR}/{INDEX}"] = _index({"total_size": sum(s.payload for s in plan.sidecar)}, kernel_map)
-    files[MANIFEST] = encode_json(manifest(plan, folder))
     return files
 
 
@@ -111,13 +148,8 @@ def edited_config(raw: bytes, edits: tuple[ConfigEdit, ...]) -> bytes:
     return encode_json(config)
 
 
-def encode_json(value: Any) -> bytes:
-    """Encode as the hub's files are: two spaces, UTF-8, a newline at the end."""
-    return json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
-
-
 def _index_metadata(plan: Plan) -> dict[str, Any]:
-    """The index's metadata with true totals; transformers 5 counts parameters too, where they are there they grow with the tensors."""
+    """The index's metadata with true totals; transformers 5 counts parameters too, which grow with the tensors."""
     metadata = {**(plan.checkpoint.index_metadata or {}), "total_size": sum(s.payload for s in plan.shards)}
     if isinstance(metadata.get("total_parameters"), int):
         metadata["total_parameters"] += sum(prod(t.shape) - prod(t.source.shape) for s in plan.shards for t in s.tensors)
@@ -126,12 +158,3 @@ def _index_metadata(plan: Plan) -> dict[str, Any]:
 
 def _index(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
     return encode_json({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def _progress(name: str, observe: Observer) -> Callable[[int], None]:
-    return lambda n: observe(Event(name, n))
-
-
-def _finish(written: Written, name: str, how: str, size: int, observe: Observer) -> None:
-    written.add(name, how, size)
-    observe(Event(name, size, done=True, how=how))

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.ranges import copy_range, read_into, write_all
 from fse_convert.checkpoint.source import Shard
@@ -33,7 +34,7 @@ Progress = Callable[[int], None]
 class Reader:
     """Reads tensors of one checkpoint's shards; keeps one descriptor per shard open."""
 
-    def __init__(self, folder: Path, shards: tuple[Shard, ...]) -> None:
+    def __init__(self, folder: LocalFolder, shards: tuple[Shard, ...]) -> None:
         self.folder = folder
         self.starts = {s.name: s.header.data_start for s in shards}
         self.open: dict[str, int] = {}
@@ -45,10 +46,16 @@ class Reader:
             os.close(fd)
         self.open.clear()
 
+    def check(self, *names: str) -> None:
+        """Refuse shards that changed since their headers were read; all that are open by default."""
+        for name in names or self.open:
+            self.folder.check(name, os.fstat(self.open[name]))
+
     def at(self, info: TensorInfo) -> tuple[int, int]:
         """Descriptor and file offset of a tensor's first byte."""
         if info.shard not in self.open:
-            self.open[info.shard] = os.open(self.folder / info.shard, os.O_RDONLY | os.O_CLOEXEC)
+            self.open[info.shard] = os.open(self.folder.path(info.shard), os.O_RDONLY | os.O_CLOEXEC)
+            self.check(info.shard)
         return self.open[info.shard], self.starts[info.shard] + info.start
 
     def rows(self, info: TensorInfo, first: int, count: int, nan: NaN | None, slot: int = 0) -> Tensor:
@@ -70,19 +77,29 @@ class Reader:
 
 
 @contextmanager
-def reading(folder: Path, shards: tuple[Shard, ...]) -> Iterator[Reader]:
-    """Open a `Reader` and close it afterwards; torch runs on one thread meanwhile.
-
-    Copying rows of a kilobyte is no work for a thread pool: waiting for its threads makes it up to 30 times slower on a busy machine.
-    """
+def reading(folder: LocalFolder, shards: tuple[Shard, ...]) -> Iterator[Reader]:
+    """Open a `Reader`; afterwards, check that the source is still what it was, and close it."""
     reader = Reader(folder, shards)
+    try:
+        yield reader
+        reader.check()
+    finally:
+        reader.close()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch on one thread.
+
+    Copying rows of a kilobyte is no work for a thread pool: waiting for its threads makes it up to 30 times slower on
+    a busy machine.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield reader
+        yield
     finally:
         torch.set_num_threads(threads)
-        reader.close()
 
 
 def write_shard(plan: ShardPlan, reader: Reader, path: Path, progress: Progress) -> None:

@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda r: rename(r, "layers.0.ffn.experts.0.w1.scale", "layers.0.ffn.experts.0.w1.qzeros", keep=True),
         "qzeros",
     ),
-    "expert-unknown": (lambda r: rename(r, "layers.0.attn_norm.weight", "layers.0.ffn.experts.gate_up_proj"), "layers.0.ffn"),
+    "expert-unknown": (lambda r: rename(r, "layers.0.attn_norm.weight", "layers.0.ffn.experts.0.w4.weight"), "layers.0.ffn"),
     "nan": (lambda r: poke(r, f"{SHARED}.w3.weight", 512 * 7 + 5, b"\x7f"), "row 7, column 5"),
     "nan scale": (lambda r: poke(r, f"{SHARED}.w3.scale", 17, b"\xff"), "row 1, column 1"),
     "nan routed scale": (lambda r: poke(r, "layers.0.ffn.experts.1.w2.scale", 12, b"\xff"), "row 1, column 0"),

@@ -6,9 +6,9 @@ import os
 import stat
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from fse_convert.errors import InvalidCheckpoint, Problem
+from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem
 
 SKIPPED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 """Bookkeeping of version control and of the hub client: tied to the folder it lies in, so never part of a checkpoint."""
@@ -29,12 +29,26 @@ class Folder(Protocol):
     def odd(self) -> list[str]:
         """What is there but is no readable file: never part of the checkpoint."""
 
+    @property
+    def workers(self) -> int:
+        """How many reads at once are worthwhile."""
+
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Read a byte range; shorter when the file ends."""
 
 
+class Stamp(NamedTuple):
+    """What tells a file from a changed one: size in bytes, time of the last change in ns, inode."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
 class LocalFolder:
     """A folder on this machine; files may be symlinks, as in a hub cache's snapshot."""
+
+    workers = 8
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -50,8 +64,8 @@ class LocalFolder:
         return str(self.root)
 
     @cached_property
-    def _scan(self) -> tuple[dict[str, int], list[str]]:
-        files: dict[str, int] = {}
+    def _scan(self) -> tuple[dict[str, Stamp], list[str]]:
+        files: dict[str, Stamp] = {}
         odd: list[str] = []
         for folder, names, leaves in os.walk(self.root):
             odd += [_relative(folder, n, self.root) for n in names if (Path(folder) / n).is_symlink()]
@@ -64,15 +78,32 @@ class LocalFolder:
                     odd.append(name)
                     continue
                 if stat.S_ISREG(info.st_mode):
-                    files[name] = info.st_size
+                    files[name] = Stamp(info.st_size, info.st_mtime_ns, info.st_ino)
                 else:
                     odd.append(name)
         return dict(sorted(files.items())), sorted(odd)
 
-    @property
+    @cached_property
     def files(self) -> dict[str, int]:
         """Every regular file with its size; symlinks are followed."""
+        return {name: stamp.size for name, stamp in self.stamps.items()}
+
+    @property
+    def stamps(self) -> dict[str, Stamp]:
+        """What every regular file looked like when the folder was first looked at."""
         return self._scan[0]
+
+    def check(self, name: str, info: os.stat_result | None = None) -> None:
+        """Refuse a file that is no longer what it was when the folder was first looked at.
+
+        ``info``: of an open descriptor; without it the path is looked at. Raises EnvironmentFailure, OSError.
+        """
+        now = info or os.stat(self.path(name))
+        if (now.st_size, now.st_mtime_ns, now.st_ino) != self.stamps[name]:
+            message = "this file changed while the checkpoint was being read"
+            raise EnvironmentFailure(
+                Problem("source-changed", message, name, "wait until nothing writes to the source, then start again")
+            )
 
     @property
     def odd(self) -> list[str]:

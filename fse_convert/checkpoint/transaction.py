@@ -1,7 +1,8 @@
 """How an output appears: written in a staging folder beside it, made durable, then renamed, once.
 
 Until the rename there is no output; after it, there is a complete one. The staging folder is locked by the run that
-writes it, and a dead run's lock goes with its process.
+writes it, and a dead run's lock goes with its process. What a dead run finished is in its journal, and the next run of
+the same conversion goes on from there.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from fse_convert.checkpoint.source import MANIFEST
-from fse_convert.errors import EnvironmentFailure, Locked, Problem, UsageError
+from fse_convert.checkpoint.journal import Journal, differences, read_journal
+from fse_convert.checkpoint.source import MANIFEST, some
+from fse_convert.errors import EnvironmentFailure, FseConvertError, Locked, Problem, UsageError
 
 MARGIN = 64 << 20
 """Bytes that must stay free beyond what the plan needs."""
@@ -26,13 +29,20 @@ class Staging:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.folder = out.parent / f".{out.name}.fse-partial"
-        self.old = out.parent / f".{out.name}.fse-old"
+        self.root = out.parent / f".{out.name}.fse-partial"
+        self.folder = self.root / "output"
+        self.old = self.root / "replaced"
+        self.journal = Journal(self.root / "journal", {}, {})
+
+    def held(self) -> int:
+        """Bytes that files of an unfinished run already take."""
+        return sum(os.lstat(os.path.join(f, n)).st_size for f, _, names in os.walk(self.folder) for n in names)
 
     def path(self, name: str) -> Path:
-        """Path of an output file while it is being made; its folders exist afterwards."""
+        """Path of an output file while it is being made; its folders exist afterwards, and no file of that name."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
         return path
 
     def write(self, name: str, data: bytes) -> None:
@@ -59,34 +69,79 @@ class Staging:
                 raise _exists(self.out) from e
             raise
         sync_folder(self.out.parent)
-        if replaced:
-            shutil.rmtree(self.old)
+        shutil.rmtree(self.root)
 
 
 @contextmanager
-def stage(out: Path) -> Iterator[Staging]:
-    """Lock and empty the staging folder of ``out``; remove it again unless the output was published.
+def stage(out: Path, fingerprint: Mapping[str, Any] | None = None, *, restart: bool = False) -> Iterator[Staging]:
+    """Lock the staging folder of ``out`` and hand it over, with what an earlier run of the same ``fingerprint`` finished.
 
-    Raises Locked when another run holds it.
+    Without a fingerprint, and with ``restart``, the folder is emptied first. When the body fails for a reason that a
+    second try may not have (the machine, an interrupt), the folder stays for that try; otherwise it is removed.
+    Raises Locked when another run holds it, UsageError when it is the rest of another conversion.
     """
     staging = Staging(out)
-    staging.folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(staging.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock = _lock(staging.root, out)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            hint = "wait for the other run, or give another output folder"
-            raise Locked(Problem("locked", "another run is writing this output", str(out), hint)) from e
-        _clear(staging.folder)
+        _prepare(staging, fingerprint, restart=restart)
         try:
             yield staging
-        except BaseException:
-            with suppress(OSError):
-                shutil.rmtree(staging.folder)
+        except FseConvertError as e:
+            if fingerprint is None or not isinstance(e, EnvironmentFailure):
+                _remove(staging.root)
+            raise
+        except Exception:
+            if fingerprint is None:
+                _remove(staging.root)
             raise
     finally:
         os.close(lock)
+
+
+def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart: bool) -> None:
+    """Rescue what a dead run was replacing, then keep or discard what it left."""
+    if staging.old.exists():
+        if staging.out.exists():
+            shutil.rmtree(staging.old)
+        else:
+            os.rename(staging.old, staging.out)
+    found = None if fingerprint is None or restart else read_journal(staging.journal.path)
+    if found is not None and fingerprint is not None:
+        changed = differences(found[0], fingerprint)
+        if changed:
+            message = f"an unfinished conversion lies here, made from something else: {some(changed)}"
+            hint = "start anew with --restart, or give another output folder"
+            raise UsageError(Problem("resume-differs", message, str(staging.root), hint))
+        staging.journal = Journal(staging.journal.path, fingerprint, found[1])
+        return
+    _clear(staging.root)
+    staging.folder.mkdir()
+    if fingerprint is not None:
+        staging.journal = Journal(staging.journal.path, fingerprint, {})
+        staging.journal.create()
+
+
+def _lock(root: Path, out: Path) -> int:
+    """Lock the staging folder; the lock dies with the process."""
+    while True:
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # a run that just finished removed it
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            os.close(fd)
+            hint = "wait for the other run, or give another output folder"
+            raise Locked(Problem("locked", "another run is writing this output", str(out), hint)) from e
+        except BaseException:
+            os.close(fd)
+            raise
+        with suppress(FileNotFoundError):
+            if os.stat(root).st_ino == os.fstat(fd).st_ino:
+                return fd
+        os.close(fd)
 
 
 def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
@@ -105,17 +160,12 @@ def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
     if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
         hint = "remove it yourself if that is what you want"
         raise UsageError(
-            Problem(
-                "output-foreign",
-                "--overwrite replaces only an output of fse-convert or an empty folder",
-                str(out),
-                hint,
-            )
+            Problem("output-foreign", "--overwrite replaces only an output of fse-convert or an empty folder", str(out), hint)
         )
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Refuse to start when the file system of ``out`` has less room than the plan needs plus a margin (bytes)."""
+    """Refuse to go on when the file system of ``out`` has less room than is still needed plus a margin (bytes)."""
     folder = out.parent
     while not folder.exists():
         folder = folder.parent
@@ -140,6 +190,11 @@ def sync_folder(folder: Path) -> None:
 def _exists(out: Path) -> UsageError:
     hint = "choose another folder, or --overwrite to replace an earlier output"
     return UsageError(Problem("output-exists", "the output exists already", str(out), hint))
+
+
+def _remove(root: Path) -> None:
+    with suppress(OSError):
+        shutil.rmtree(root)
 
 
 def _clear(folder: Path) -> None:

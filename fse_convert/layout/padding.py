@@ -26,8 +26,8 @@ def pad(x_nb: Tensor, rows: int, row_bytes: int, fill: bytes) -> Tensor:
     element = torch.tensor(list(fill), dtype=torch.uint8)
     out = torch.empty(rows, row_bytes, dtype=torch.uint8)
     out[:n, :b] = x_nb
-    out[:n, b:].unflatten(1, (-1, len(fill)))[:] = element
-    out[n:].unflatten(1, (-1, len(fill)))[:] = element
+    out[:n, b:].view(n, (row_bytes - b) // len(fill), len(fill))[:] = element
+    out[n:].view(rows - n, row_bytes // len(fill), len(fill))[:] = element
     return out
 
 

@@ -80,4 +80,4 @@ def test_space_is_checked_where_the_output_will_be(tmp_path: Path) -> None:
 
 
 def test_staging_lies_beside_the_output(tmp_path: Path) -> None:
-    assert Staging(tmp_path / "out").folder.parent == tmp_path
+    assert Staging(tmp_path / "out").root.parent == tmp_path

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from fse_convert.layout.padding import pad, unpad
 
 
-@given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 4), st.integers(0, 4), st.sampled_from([b"\0", b"\x7f", b"\0\0\x80\x3f"]))
+@given(
+    st.integers(0, 6), st.integers(0, 6), st.integers(0, 4), st.integers(0, 4), st.sampled_from([b"\0", b"\x7f", b"\0\0\x80\x3f"])
+)
 def test_pad_keeps_the_corner_and_fills_the_rest(n: int, b: int, rows: int, cols: int, fill: bytes) -> None:
     width = len(fill)
     x = torch.randint(0, 256, (n, b * width), dtype=torch.uint8)

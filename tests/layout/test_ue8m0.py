@@ -50,7 +50,9 @@ def test_expand_repeats_each_block(n: int, k: int, bn: int, bk: int) -> None:
             assert out[r, g] == blocks[r // bn, 32 * g // bk]
 
 
-@pytest.mark.parametrize(("shape", "args", "match"), [((2, 2), (256, 256, 128, 16), "32 columns"), ((2, 3), (256, 256, 128, 128), "tile")])
+@pytest.mark.parametrize(
+    ("shape", "args", "match"), [((2, 2), (256, 256, 128, 16), "32 columns"), ((2, 3), (256, 256, 128, 128), "tile")]
+)
 def test_expand_refuses_what_does_not_tile(shape: tuple[int, int], args: tuple[int, int, int, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ue8m0.expand(torch.zeros(shape, dtype=torch.uint8), *args)

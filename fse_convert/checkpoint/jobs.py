@@ -1,0 +1,115 @@
+"""Writes the files of an output on several threads, each journaled when it is on disk, and stops quickly when told to.
+
+Threads are enough: copying, reading, writing, syncing and hashing all happen outside of Python's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
+
+import xxhash
+
+from fse_convert.checkpoint.ranges import read_into
+from fse_convert.checkpoint.transaction import Staging, check_space
+
+BUFFER = 4 << 20
+POLL = 0.1
+"""Seconds between two looks at whether a signal has come."""
+
+Tick = Callable[[str, int, bool, str], None]
+"""Told of progress: file, bytes, whether it is finished, and how it came to be."""
+
+
+class Cancelled(Exception):
+    """Raised in a worker that is to stop; its file is not finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One file: its name, its size in bytes, and what writes it to a path and says how."""
+
+    name: str
+    size: int
+    write: Callable[[Path, Callable[[int], None]], str]
+
+
+def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, tick: Tick) -> dict[str, str]:
+    """Write every file that the journal does not vouch for; returns how each came to be.
+
+    A file that the journal names is hashed again before it is trusted. The first failure stops all workers and is raised.
+    """
+    run = _Run(staging, tick)
+    pool = ThreadPoolExecutor(workers)
+    futures: set[Future[tuple[str, str]]] = {pool.submit(run.job, job) for job in jobs}
+    how: dict[str, str] = {}
+    try:
+        while futures:
+            done, futures = wait(futures, POLL, FIRST_COMPLETED)
+            how.update(f.result() for f in done)
+    except BaseException as e:
+        run.stop.set()
+        # A signal must not wait for a worker in the middle of an fsync; whatever it leaves, the journal does not vouch for.
+        pool.shutdown(wait=isinstance(e, Exception), cancel_futures=True)
+        raise
+    pool.shutdown()
+    return {job.name: how[job.name] for job in jobs}
+
+
+def digest(path: Path) -> str:
+    """XXH3-128 of a file, as hex."""
+    hashed = xxhash.xxh3_128()
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        buffer = memoryview(bytearray(min(BUFFER, size)))
+        for at in range(0, size, BUFFER):
+            part = buffer[: min(BUFFER, size - at)]
+            read_into(fd, part, at)
+            hashed.update(part)
+    finally:
+        os.close(fd)
+    return hashed.hexdigest()
+
+
+class _Run:
+    def __init__(self, staging: Staging, tick: Tick) -> None:
+        self.staging = staging
+        self.tick = tick
+        self.stop = Event()
+        self.lock = Lock()
+
+    def job(self, job: Job) -> tuple[str, str]:
+        known = self.staging.journal.done.get(job.name)
+        if known is not None and self._trusted(job, known):
+            self._tell(job.name, job.size, done=False, how="")
+            how = str(known["how"])
+        else:
+            check_space(self.staging.out, job.size)
+            path = self.staging.path(job.name)
+            how = job.write(path, lambda n: self._progress(job.name, n))
+            record = {"size": job.size, "xxh3_128": digest(path), "how": how}
+            with self.lock:
+                self.staging.journal.add(job.name, record)
+        self._tell(job.name, job.size, done=True, how=how)
+        return job.name, how
+
+    def _trusted(self, job: Job, known: Mapping[str, object]) -> bool:
+        path = self.staging.folder / job.name
+        try:
+            return path.stat().st_size == job.size == known.get("size") and digest(path) == known.get("xxh3_128")
+        except OSError:
+            return False
+
+    def _progress(self, name: str, n: int) -> None:
+        if self.stop.is_set():
+            raise Cancelled
+        self._tell(name, n, done=False, how="")
+
+    def _tell(self, name: str, n: int, *, done: bool, how: str) -> None:
+        with self.lock:
+            self.tick(name, n, done, how)

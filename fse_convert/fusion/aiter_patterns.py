@@ -1,0 +1,212 @@
+"""How vLLM matches module names against the lists of a quantisation config; every method has its own way.
+
+Each function follows one function of vLLM 0.33 (0.29 to 0.32 are the same, except where `fusion.aiter` says otherwise).
+vLLM's patterns are of the `regex` module; those that Python's `re` does not compile raise `PatternUnclearError`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+Packed = Mapping[str, Sequence[str]]
+"""Fused projections and the checkpoint's names of their shards, such as gate_up_proj of gate_proj and up_proj."""
+
+
+SHARDS_DIFFER = "aiter-shards-differ"
+
+
+class ServerError(Exception):
+    """vLLM raises here; ``kind`` is the exception's class, the message its text, ``code`` ours."""
+
+    def __init__(self, kind: str, text: str, code: str = "aiter-server-error") -> None:
+        super().__init__(text)
+        self.kind, self.code = kind, code
+
+
+class PatternUnclearError(Exception):
+    """A pattern that cannot be judged; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """A model's renaming of checkpoint modules: regular expressions, substrings, prefixes and suffixes, in this order.
+
+    The part of vLLM's ``WeightsMapper`` that ``get_rename_mapper`` keeps (models/utils.py): each rule is tried on the
+    result of the ones before it, and replaces one occurrence (regular expressions: all).
+    """
+
+    regexes: tuple[tuple[str, str], ...] = ()
+    substrings: tuple[tuple[str, str], ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
+    suffixes: tuple[tuple[str, str], ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is any rule."""
+        return bool(self.regexes or self.substrings or self.prefixes or self.suffixes)
+
+    def apply(self, name: str) -> str:
+        """Return the module name that the server uses for a name in the checkpoint's config."""
+        for pattern, new in self.regexes:
+            name = re.sub(pattern, new, name)
+        for old, new in self.substrings:
+            name = name.replace(old, new, 1)
+        for old, new in self.prefixes:
+            if name.startswith(old):
+                name = new + name[len(old) :]
+        for old, new in self.suffixes:
+            if name.endswith(old):
+                name = name[: -len(old)] + new
+        return name
+
+    def apply_all(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Rename every entry of a list."""
+        return tuple(self.apply(name) for name in names)
+
+    def apply_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Rename the keys of a mapping; of two keys that become equal, the later one wins."""
+        return {self.apply(name): value for name, value in values.items()}
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PatternUnclearError(f"the pattern {pattern!r} is not understood: {error}") from None
+
+
+def starts_with_regex(pattern: str, name: str) -> bool:
+    """Tell whether a regular expression matches from the name's start; it need not reach its end."""
+    return _compiled(pattern).match(name) is not None
+
+
+def is_regex(pattern: str, name: str) -> bool:
+    """Tell whether a regular expression matches the whole name."""
+    return _compiled(pattern).fullmatch(name) is not None
+
+
+def matches(name: str, pattern: str, *, globs: bool = False) -> bool:
+    """Match one entry: ``re:`` and a regular expression, else the exact name, or with ``globs`` a shell pattern.
+
+    ``is_equal_or_regex_match`` of quantization/utils/config_utils.py.
+    """
+    if pattern.startswith("re:"):
+        return starts_with_regex(pattern[3:], name)
+    return pattern == name or (globs and fnmatchcase(name, pattern))
+
+
+def shards(name: str, packed: Packed) -> list[str] | None:
+    """Return the names of a fused projection's shards; None for a projection that is not fused."""
+    projection = name.rpartition(".")[2]
+    if projection not in packed:
+        return None
+    return [name.replace(projection, shard) for shard in packed[projection]]
+
+
+def matches_by_shard(name: str, patterns: Sequence[str], packed: Packed, *, globs: bool = False) -> list[set[str]]:
+    """Return the matching entries for a name, or one set per shard where only shards can match.
+
+    ``find_matching_patterns`` of quantization/utils/config_utils.py: the fused name comes first.
+    """
+    found = {pattern for pattern in patterns if matches(name, pattern, globs=globs)}
+    parts = shards(name, packed)
+    if found or parts is None:
+        return [found]
+    return [{pattern for pattern in patterns if matches(part, pattern, globs=globs)} for part in parts]
+
+
+def listed(name: str, patterns: Sequence[str], packed: Packed, *, globs: bool = False) -> bool:
+    """Tell whether a list of exclusions covers a projection; raises ServerError where its shards disagree.
+
+    ``should_ignore_layer`` of quantization/quark/utils.py and, with ``globs``, of online quantisation.
+    """
+    by_shard = [bool(found) for found in matches_by_shard(name, patterns, packed, globs=globs)]
+    if any(by_shard) and not all(by_shard):
+        raise ServerError(
+            "ValueError",
+            f"Found different quantization schemes for the shards of {name}. vLLM requires all to use the same scheme.",
+            SHARDS_DIFFER,
+        )
+    return all(by_shard)
+
+
+def quark_layer_config(name: str, configs: Mapping[str, Any]) -> Any:
+    """Return the scheme that Quark's ``layer_quant_config`` gives a module, None where no entry is for it.
+
+    ``get_layer_quant_config_from_name`` of quantization/quark/quark.py: the first entry wins; without a ``*`` the
+    module's name has to be part of the entry's, not the other way round, and ``re:`` means nothing.
+    """
+    for pattern, config in configs.items():
+        if fnmatchcase(name, pattern) if "*" in pattern else name in pattern:
+            return config
+    return None
+
+
+def fp8_skipped(name: str, ignored: Sequence[str], packed: Packed) -> bool:
+    """Tell whether an FP8 config leaves a module unquantised; raises ServerError where its shards disagree.
+
+    ``is_layer_skipped`` of quantization/utils/quant_utils.py in its mode "exact". A name with "experts" in it counts as
+    listed when it is part of an entry: so ``shared_experts.down_proj``, but not ``shared_expert.down_proj``.
+    """
+    parts = shards(name, packed)
+    if parts is not None:
+        if name in ignored:
+            return True
+        skipped = [part in ignored for part in parts]
+        if any(skipped) and not all(skipped):
+            raise ServerError(
+                "ValueError",
+                f"Detected some but not all shards of {name} are quantized. All shards of fused layers to have the same precision.",
+                SHARDS_DIFFER,
+            )
+        return all(skipped)
+    if "experts" in name:
+        return any(name in entry for entry in ignored)
+    return name in ignored
+
+
+def modelopt_excluded(name: str, excluded: Sequence[str], packed: Packed) -> bool:
+    """Tell whether ModelOpt leaves a module unquantised: as FP8 lists do, or by part of the name, or by shell pattern.
+
+    ``is_layer_excluded`` of quantization/modelopt.py.
+    """
+    if not excluded:
+        return False
+    if fp8_skipped(name, excluded, packed):
+        return True
+    return any((entry != name and entry in name) or fnmatchcase(name, entry) for entry in excluded)
+
+
+def modelopt_entries(excluded: Iterable[str]) -> list[str]:
+    """Split entries such as ``module*`` into the module and ``module.*``, as ModelOpt configs are before renaming.
+
+    ``apply_vllm_mapper`` of quantization/modelopt.py.
+    """
+    result: list[str] = []
+    for entry in excluded:
+        if len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
+            result += [entry[:-1], f"{entry[:-1]}.*"]
+        else:
+            result.append(entry)
+    return result
+
+
+def layer_index(prefix: str) -> int:
+    """Return the one number in a module's name (``extract_layer_index`` of models/utils.py)."""
+    numbers = []
+    for part in prefix.split("."):
+        try:
+            numbers.append(int(part))
+        except ValueError:
+            continue
+    if len(numbers) != 1:
+        raise ServerError("AssertionError", f"layer name {prefix} should only contain one integer")
+    return numbers[0]

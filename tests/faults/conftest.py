@@ -1,0 +1,69 @@
+"""A server process that runs the command line with faults, in forked children."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INJECTOR = Path(__file__).with_name("injector.py")
+
+
+class Server:
+    """Runs the command line in a child with one fault; see `injector.Injector`."""
+
+    def __init__(self, stderr: Path) -> None:
+        self.stderr = stderr
+        self.process = subprocess.Popen(
+            [sys.executable, str(INJECTOR)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, root: Path, *args: object, **fault: Any) -> dict[str, Any]:
+        """Run the command line; the answer holds exit code, number of operations, the trace if asked for, and what was printed."""
+        assert self.process.stdin
+        assert self.process.stdout
+        request = {"root": str(root), "args": [str(a) for a in args], "stderr": str(self.stderr), **fault}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        answer["text"] = self.stderr.read_text()
+        assert "Traceback" not in answer["text"], answer["text"]
+        return answer
+
+    def close(self) -> None:
+        """End the server."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        assert self.process.stdout
+        self.process.stdout.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server per session."""
+    server = Server(tmp_path_factory.mktemp("server") / "stderr")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smallest checkpoint that has everything: two layers, MTP, shards to rewrite and to carry."""
+    from make_checkpoint import make_checkpoint
+
+    knobs = {"hidden": 512, "width": 128, "layers": 1, "experts": 1, "vocab": 8, "engram_rows": 8, "mtp_experts": 1}
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "source", "v4.1-flash", **knobs)
+
+
+Convert = Callable[..., dict[str, Any]]

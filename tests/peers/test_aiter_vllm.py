@@ -1,0 +1,247 @@
+"""Our AITER rules against vLLM's own code, over a grid of configs and over random exclusions.
+
+vLLM 0.33.0 runs in an environment of its own, built by `make_env.py` when it is missing; `FSE_PEERS_VLLM` names it, by
+default `vllm` in the peers' folder. Earlier releases (marked slow) run in the same environment, from the Python files of
+their wheels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import make_env
+import pytest
+import wheels
+from aiter_cases import FAMILIES, grid
+from aiter_random import random_cases
+
+from fse_convert.fusion.aiter import AiterQuestion, ask_aiter, judge, judge_model, judge_mtp_layer, log_line
+from fse_convert.fusion.aiter_online import OnlineQuantization
+from fse_convert.fusion.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.quantization.vllm import RELEASES
+
+pytestmark = pytest.mark.peers
+
+DRIVER = Path(__file__).parent / "drivers" / "aiter_driver.py"
+RANDOM_CASES, SEED = 2000, 20261129
+
+KNOWN = {
+    r"/fbgemm$": "vLLM passes this message to ValueError unformatted, so its text is that of a tuple",
+    r"/requested/\w+/none$": "--quantization without a quantisation in the checkpoint: vLLM looks for other config files",
+    r"/file/MIXED_PRECISION$": "no fusion rule for the class; vLLM fails earlier, as the file does not list the layers",
+}
+"""Cases of the grid that differ, by the end of their name, and why."""
+
+KNOWN_ANYWHERE = {
+    "is not understood": "Python's re does not compile the pattern: we say unknown, where vLLM's regex module raises or matches",
+}
+"""What our messages contain where we say unknown, and why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one side says about a case, in the form that is compared."""
+
+    outcome: Outcome
+    message: str
+    log: str
+    kind: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Answer) and self._key == other._key
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def _key(self) -> tuple[str, ...]:
+        # Sets print in any order.
+        text = re.sub(r"\{'[^{}]*'\}", lambda found: str(sorted(found.group()[1:-1].split(", "))), self.message)
+        return self.outcome.value, text, self.log, self.kind
+
+
+@dataclass
+class Comparison:
+    """All differences between vLLM's answers and ours, less the known ones; which known ones occurred; how many of each outcome."""
+
+    version: str
+    unknown: dict[str, tuple[Answer, Answer]]
+    known: Counter[str]
+    outcomes: Counter[str]
+    codes: set[str]
+
+    def __str__(self) -> str:
+        total, agreed = sum(self.outcomes.values()), sum(self.outcomes.values()) - self.known.total() - len(self.unknown)
+        return f"vLLM {self.version}: {total} cases {dict(self.outcomes)}, {agreed} agree; known differences {dict(self.known)}"
+
+
+def ask_vllm(request: dict[str, Any], python: Path, sources: Path | None = None) -> dict[str, Any]:
+    """Run the driver, on the environment's vLLM or on the sources of another release."""
+    environment = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"} | ({"PYTHONPATH": str(sources)} if sources else {})
+    command = [str(python), str(DRIVER)]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: dict[str, Any] = json.loads(done.stdout.rpartition("@@@")[2])
+    return answers
+
+
+def question_of(case: dict[str, Any], release: str) -> AiterQuestion:
+    online = case.get("online")
+    question = ask_aiter(
+        case["config"],
+        case.get("quant_config"),
+        release=RELEASES[release],
+        family=FAMILIES[case["family"]],
+        moe_backend=case.get("moe_backend"),
+        online=OnlineQuantization(online.get("targets"), online.get("linear"), tuple(online.get("ignore", ()))) if online else None,
+        requested=case.get("requested"),
+    )
+    assert question is not None
+    return question
+
+
+def ours(case: dict[str, Any], release: str) -> tuple[Answer, str]:
+    """Our answer, and its reason's code."""
+    question = question_of(case, release)
+    if case.get("mtp_layer") is not None:
+        layer = judge_mtp_layer(question, case["mtp_layer"])
+        assert layer.block == case["block"]
+        verdict, log = layer.verdict, layer.log
+    else:
+        names = {"projections": case["projections"]} if "projections" in case else {}
+        verdict = judge(question, f"{case['block']}.experts", f"{case['block']}.{case['shared']}", **names)
+        log = "" if names else log_line(question, verdict)
+    reason = verdict.reasons[0] if verdict.reasons else Reason("", "")
+    return Answer(verdict.outcome, reason.message, log, question.quant.class_name), reason.code
+
+
+def theirs(answer: dict[str, Any], mine: Answer) -> Answer:
+    """vLLM's answer in our form; what it does not say (an exception without text, the class after one) is taken from ours."""
+    if "error" in answer:
+        kind = answer.get("class") if answer["stage"] == "check" else mine.kind
+        return Answer(Outcome.ERROR, answer["text"] or mine.message, "", kind or "")
+    assert answer.get("resolved", answer["fused"]) == answer["fused"]
+    return Answer(Outcome.FUSED if answer["fused"] else Outcome.UNFUSED, answer["reason"] or "", answer["log"], answer["class"])
+
+
+def compare(cases: list[dict[str, Any]], release: str, python: Path, sources: Path | None = None) -> Comparison:
+    names = [case["id"] for case in cases]
+    assert len(set(names)) == len(names)
+    request = [{key: value for key, value in case.items() if key != "family"} for case in cases]
+    asked = ask_vllm({"cases": request}, python, sources)
+    assert [answer["id"] for answer in asked["answers"]] == names
+    result = Comparison(asked["version"], {}, Counter(), Counter(), set())
+    for case, answer in zip(cases, asked["answers"], strict=True):
+        mine, code = ours(case, release)
+        his = theirs(answer, mine)
+        result.outcomes[his.outcome.value] += 1
+        result.codes.add(code)
+        if mine != his:
+            known = [pattern for pattern in KNOWN if re.search(pattern, case["id"])]
+            known += [text for text in KNOWN_ANYWHERE if mine.outcome is Outcome.UNKNOWN and text in mine.message]
+            if known:
+                result.known[known[0]] += 1
+            else:
+                result.unknown[case["id"]] = mine, his
+    print(result)
+    return result
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """The interpreter of vLLM's environment, built first where it is missing (about two minutes)."""
+    return make_env.ensure("vllm", Path(os.environ.get("FSE_PEERS_VLLM") or wheels.cache_dir() / "vllm"))
+
+
+@pytest.fixture(scope="module")
+def on_the_grid(python: Path) -> Comparison:
+    return compare(grid(), "0.33", python)
+
+
+def test_every_case_of_the_grid_agrees_but_the_known_ones(on_the_grid: Comparison) -> None:
+    assert on_the_grid.version == "0.33.0"
+    assert sum(on_the_grid.outcomes.values()) >= 4000
+    assert min(on_the_grid.outcomes[outcome] for outcome in ("fused", "unfused", "error")) >= 150
+    assert on_the_grid.unknown == {}
+
+
+def test_no_known_difference_is_stale(on_the_grid: Comparison) -> None:
+    assert set(on_the_grid.known) == set(KNOWN)
+
+
+def test_the_grid_reaches_every_rule_of_the_release(on_the_grid: Comparison) -> None:
+    assert on_the_grid.codes - {""} == {
+        "aiter-config-refused",
+        "aiter-config-unclear",
+        "aiter-deepseek-excluded",
+        "aiter-deepseek-no-quantization",
+        "aiter-deepseek-not-quark-mxfp4",
+        "aiter-deepseek-shared-not-mxfp4",
+        "aiter-fp8-ignored-differently",
+        "aiter-fp8-not-block",
+        "aiter-fp8-store-dtype",
+        "aiter-mega-moe-needs-mxfp4",
+        "aiter-mxfp8-excluded-differently",
+        "aiter-online-class",
+        "aiter-online-key-mismatch",
+        "aiter-online-partial",
+        "aiter-online-routed-key",
+        "aiter-quantization-unsupported",
+        "aiter-quark-configs-differ",
+        "aiter-quark-excluded",
+        "aiter-quark-incomplete",
+        "aiter-server-error",
+        "aiter-shards-differ",
+    }
+
+
+def test_random_exclusions_agree(python: Path) -> None:
+    result = compare(random_cases(RANDOM_CASES, SEED), "0.33", python)
+    assert result.unknown == {}
+    assert sum(result.known.values()) <= RANDOM_CASES // 100
+    assert min(result.outcomes["fused"], result.outcomes["unfused"]) >= 400
+    assert result.outcomes["error"] >= 10
+
+
+def test_whole_models_agree(python: Path) -> None:
+    """Every mix of up to five layers that are fused, not fused, or on another pipeline rank."""
+    states = [list(mix) for length in range(6) for mix in product((True, False, None), repeat=length)]
+    answers = ask_vllm({"cases": [], "mixed": states}, python)["mixed"]
+    assert len(answers) == len(states) == 364
+    for mix, answer in zip(states, answers, strict=True):
+        no = Verdict(Outcome.UNFUSED, (Reason("aiter-quark-excluded", "Quark excludes shared experts"),))
+        mine = judge_model(FUSED if state else no for state in mix if state is not None)
+        if "error" in answer:
+            assert (mine.outcome, mine.reasons[0].code, mine.reasons[0].message) == (
+                Outcome.ERROR,
+                "aiter-model-mixed",
+                answer["text"],
+            )
+        else:
+            assert mine.outcome is (Outcome.FUSED if answer["fused"] else Outcome.UNFUSED)
+
+
+class Sources(wheels.Peer):
+    """All Python files of a release, kept apart from the few that other tests use."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-sources"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", [name for name in RELEASES if name != "0.33"])
+def test_earlier_releases_agree(release: str, python: Path) -> None:
+    sources = wheels.fetch(Sources("vllm", f"{release}.0", ("*.py", "*.json")))
+    cases = [case for case in grid() + random_cases(RANDOM_CASES, SEED + 1) if str(FAMILIES[case["family"]].since) <= release]
+    if release == "0.29":  # its quantization_config has no targets
+        cases = [case for case in cases if "targets" not in case.get("online", {})]
+    result = compare(cases, release, python, sources)
+    assert result.version == f"{release}.0"
+    assert result.unknown == {}
