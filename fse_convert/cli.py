@@ -249,7 +249,8 @@ def inspect(
     with pipeline.environment(checkpoint):
         found = inspection.inspect(inspection.open_folder(checkpoint), Serving(tp, ep), names if only else frozenset())
     code = found.exit_code(require)
-    click.echo(render(found, Format.JSON if as_json else Format(form), only, require, code), color=colored())
+    if printed := render(found, Format.JSON if as_json else Format(form), only, require, code):
+        click.echo(printed, color=colored())
     if html:
         with pipeline.environment(html):
             html.write_text(page(found, only), encoding="utf-8")

@@ -77,3 +77,11 @@ class Locked(FseConvertError):
     """Another run is writing the same output."""
 
     exit_code = ExitCode.LOCKED
+
+
+class NotServable(FseConvertError):
+    """The output does not fit the server that loads it; the message carries codes and hints, since a server shows nothing else."""
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__(*problems)
+        self.args = ("\n".join(f"{p} [{p.code}]" + (f"; {p.hint}" if p.hint else "") for p in problems),)

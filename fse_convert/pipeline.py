@@ -150,6 +150,7 @@ def _prove(request: Request, plan: Plan, folder: LocalFolder, staging: Staging, 
             staged,
             parse_claims(draft),
             request.verify,
+            workers=request.workers,
             progress=_events(observe),
             fail_fast=True,
         )

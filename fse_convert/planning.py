@@ -13,7 +13,8 @@ from fse_convert.fusion.megamoe import Widths, kernel_verdict
 from fse_convert.fusion.targets import Contract
 from fse_convert.fusion.verdict import Outcome, Reason, Verdict
 from fse_convert.layout.sizes import ceil_div, round_up
-from fse_convert.models.describe import KERNEL_TENSOR, WIDTH_CONFLICT, Description, LayerDescription
+from fse_convert.models.describe import KERNEL_TENSOR, LOAD_CONFLICTS, Description, LayerDescription
+from fse_convert.models.families import FAMILIES
 from fse_convert.models.moe import LayerKind, Role
 from fse_convert.plan import (
     LAYOUT,
@@ -57,6 +58,8 @@ def make_plan(checkpoint: Checkpoint, description: Description, options: Options
     shards = tuple(_shard_plan(s, growing) for s in checkpoint.shards)
     sidecar = _sidecar([v.layer for v in verdicts if v.verdict.fused], n_shared * width, options.contract)
     edits = _config_edits(checkpoint.config, description, source_width, width, n_shared) if growing else ()
+    if growing:
+        _check_edits(checkpoint.config, description, edits)
     return Plan(checkpoint, description, options, n_shared, source_width, width, verdicts, shards, sidecar, edits)
 
 
@@ -77,12 +80,12 @@ def _width_block(role: Role, f: Format) -> int:
 
 
 def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
-    problems = [*description.problems, *(c for c in description.conflicts if c.code == WIDTH_CONFLICT)]
+    problems = [*description.problems, *(c for c in description.conflicts if c.code in LOAD_CONFLICTS)]
     kernel = [n for n in checkpoint.tensors if KERNEL_TENSOR.search(n)]
     if kernel:
         problems.append(Problem("already-converted", "tensors in the kernel layout", kernel[0], "convert the original checkpoint"))
     if description.family is None:
-        hint = "known families: see fse-convert targets"
+        hint = f"known families: {', '.join(f.name for f in FAMILIES)}"
         problems.append(Problem("family-unknown", f"model type {description.model_type!r} is not known", "config.json", hint))
     elif not any(d.shared for d in description.layers) and not problems:
         problems.append(
@@ -250,6 +253,21 @@ def _config_edits(config: Mapping[str, Any], description: Description, old: int,
         if family.shared_width_key and place.get(family.shared_width_key) == n_shared * old:
             edits.append(ConfigEdit(section, family.shared_width_key, n_shared * old, n_shared * new))
     return tuple(edits)
+
+
+def _check_edits(config: Mapping[str, Any], description: Description, edits: Iterable[ConfigEdit]) -> None:
+    """Refuse to pad where config.json does not say the width in one number that can be edited.
+
+    Ernie-4.5-VL and Hunyuan write a list, one width per modality or layer; a key left to its default is in no file.
+    """
+    family = description.family
+    edited = {edit.key for edit in edits}
+    for key in (family.width_key, family.shared_width_key) if family else ():
+        if family and key and key not in edited:
+            stated = family.value(config, key)
+            what = f"there is no {key}" if stated is None else f"{key} is {stated!r}"
+            message = f"{what}: padding needs one number to edit, or the output would not load"
+            raise NotConvertible(Problem("config-key", message, "config.json", "write the width there as one integer"))
 
 
 def f32_scales(description: Description) -> list[TensorInfo]:

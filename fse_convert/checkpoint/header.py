@@ -1,8 +1,8 @@
 """Strict safetensors headers: accepts what the safetensors library accepts, or less, and says why not.
 
 The format: 8 bytes of little-endian length, that many bytes of JSON, then the payload, covered without holes or overlaps.
-Rules: https://github.com/huggingface/safetensors#format and safetensors/src/tensor.rs of release 0.8.0. Stricter than the library in one thing:
-a repeated key is refused everywhere, where the library lets the last one win.
+Rules: https://github.com/huggingface/safetensors#format and safetensors/src/tensor.rs of release 0.8.0. Stricter than
+the library in one thing: a repeated key is refused everywhere, where the library lets the last one win.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from fse_convert.errors import InvalidCheckpoint, Problem
 
@@ -79,6 +79,9 @@ def parse_header(raw: bytes, file_size: int, shard: str) -> Header:
     ``raw``: the JSON bytes; ``file_size``: of the whole file. Raises InvalidCheckpoint naming the shard and the tensor.
     """
     payload = file_size - LENGTH_BYTES - len(raw)
+    plain = _plain_header(raw, payload, shard)
+    if plain is not None:
+        return plain
     entries = _load(raw, shard)
     metadata = _metadata(entries.pop(METADATA, None), shard)
     tensors = [_tensor(name, entry, shard) for name, entry in entries.items()]
@@ -95,6 +98,63 @@ def element_bytes(dtype: str) -> int:
     if bits % 8:
         raise ValueError(f"{dtype} has {bits} bits per element")
     return bits // 8
+
+
+def _plain_header(raw: bytes, payload: int, shard: str) -> Header | None:
+    """Parse a header that is as every writer writes it; None for any other, which is then looked at closely.
+
+    Takes half the time, at the price of saying nothing about what is wrong. A key that occurs twice shows in the
+    count of colons: the parsed header has one per key.
+    """
+    if any(odd in raw for odd in (b"true", b"false", b"null", b"-", b"\\")):
+        return None
+    try:
+        entries = json.loads(raw.decode("utf-8"), parse_float=_not_plain, parse_constant=_not_plain)
+        metadata = entries.pop(METADATA, {})
+        keys = bool(metadata) + len(entries) + len(metadata)
+        if not all(type(v) is str for v in metadata.values()):
+            return None
+        tensors, keys_inside = _plain_tensors(entries, payload, shard)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    if raw.count(b":") != keys + keys_inside:
+        return None
+    return Header(tuple(tensors), metadata, LENGTH_BYTES + len(raw), payload)
+
+
+def _plain_tensors(entries: dict[str, Any], payload: int, shard: str) -> tuple[list[TensorInfo], int]:
+    """Return the tensors in offset order, and how many keys their entries have. Raises ValueError for anything odd."""
+    sizes: dict[tuple[object, ...], tuple[tuple[int, ...], int]] = {}
+    tensors: list[TensorInfo] = []
+    new, at, keys = tuple.__new__, 0, 0
+    for name, entry in entries.items():
+        dtype, shape = entry["dtype"], entry["shape"]
+        start, end = entry["data_offsets"]
+        key = (dtype, *shape)
+        found = sizes.get(key)
+        if found is None:
+            found = sizes[key] = _plain_size(dtype, shape)
+        if start != at or end - start != found[1]:
+            raise ValueError
+        keys += len(entry)
+        at = end
+        tensors.append(new(TensorInfo, (name, shard, dtype, found[0], start, end)))
+    if at != payload:
+        raise ValueError
+    return tensors, keys
+
+
+def _plain_size(dtype: object, shape: object) -> tuple[tuple[int, ...], int]:
+    if not isinstance(dtype, str) or not _is_sizes(shape):
+        raise ValueError
+    bits = _size_in_bits(shape, BITS[dtype])
+    if bits is None or bits % 8:
+        raise ValueError
+    return tuple(shape), bits // 8
+
+
+def _not_plain(_text: str) -> NoReturn:
+    raise ValueError
 
 
 RELOAD = "the file is truncated or damaged: download it again"
@@ -174,7 +234,7 @@ def _tensor(name: str, entry: object, shard: str) -> TensorInfo:
     return TensorInfo(name, shard, dtype, tuple(shape), start, end)
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
     return type(value) is list and all(type(v) is int and 0 <= v <= U64_MAX for v in value)
 
 

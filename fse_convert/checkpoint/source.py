@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from fse_convert.checkpoint.folder import Folder
-from fse_convert.checkpoint.header import LFS_POINTER, Header, TensorInfo, header_length, parse_header
+from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_POINTER, Header, TensorInfo, header_length, parse_header
 from fse_convert.errors import InvalidCheckpoint, Problem
 
 CONFIG = "config.json"
@@ -57,12 +59,52 @@ class Checkpoint:
         return sum(s.header.payload for s in self.shards)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was found in a folder, complete or not, and everything that is wrong with it.
+
+    ``unread``: shards that should be there and could not be read, so that their tensors are missing from ``checkpoint``;
+    ``absent``: those tensors by the index, None where there is no index to tell. ``converted``: whether fse-convert wrote
+    this folder.
+    """
+
+    checkpoint: Checkpoint
+    problems: tuple[Problem, ...]
+    unread: tuple[str, ...]
+    absent: tuple[str, ...] | None
+    converted: bool
+
+
 def open_checkpoint(folder: Folder) -> Checkpoint:
     """Read config, index and headers of a checkpoint and cross-check them.
 
     Raises InvalidCheckpoint with every problem found, not just the first.
     """
-    return _Opening(folder).run()
+    if MANIFEST in folder.files:
+        hint = "convert the original checkpoint, or take the padding out first: fse-convert restore"
+        raise InvalidCheckpoint(Problem("already-converted", "this checkpoint is already converted", MANIFEST, hint))
+    reading = read_checkpoint(folder)
+    if reading.problems:
+        raise InvalidCheckpoint(*reading.problems)
+    return reading.checkpoint
+
+
+def read_checkpoint(folder: Folder) -> Reading:
+    """Read whatever there is of a checkpoint, be it broken or written by fse-convert itself; never raises InvalidCheckpoint."""
+    with no_collection():
+        return _Opening(folder).run()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector off: it would walk 100,000 live tensors again and again, and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
@@ -86,36 +128,37 @@ class _Opening:
         self.problems: list[Problem] = []
         self.notes: list[Problem] = []
 
-    def run(self) -> Checkpoint:
-        self._refuse_converted()
+    def run(self) -> Reading:
+        self._check_sidecar()
         config = self._json(CONFIG, required=True)
         quant_config = self._json(QUANT_CONFIG, required=False)
         index = self._json(INDEX, required=False)
         weight_map = self._weight_map(index) if index is not None else None
         names = self._shard_names(weight_map)
-        shards = tuple(s for s in map(self._shard, names) if s is not None)
+        shards = tuple(self._shards(names))
         tensors = self._tensors(shards)
         if weight_map is not None:
             self._check_index(weight_map, tensors, {s.name for s in shards})
-        if self.problems:
-            raise InvalidCheckpoint(*self.problems)
         metadata = index.get("metadata") if index else None
-        self._check_total(metadata, shards)
+        if not self.problems:
+            self._check_total(metadata, shards)
         if self.folder.odd:
             hint = "dangling links, linked folders and devices are no part of a checkpoint"
             self.notes.append(Problem("not-copied", f"left out: {some(self.folder.odd)}", self.folder.label, hint))
         others = tuple(n for n in self.files if n not in {CONFIG, INDEX} and n not in names)
-        return Checkpoint(self.folder, config or {}, quant_config, shards, tensors, metadata, others, tuple(self.notes))
+        wanted = set(weight_map.values()) if weight_map is not None else set(names)
+        unread = tuple(sorted(wanted - {s.name for s in shards}, key=natural_key))
+        checkpoint = Checkpoint(self.folder, config or {}, quant_config, shards, tensors, metadata, others, tuple(self.notes))
+        lost = set(unread)
+        absent = tuple(t for t, n in weight_map.items() if n in lost) if lost and weight_map is not None else None
+        return Reading(checkpoint, tuple(self.problems), unread, absent if lost else (), MANIFEST in self.files)
 
     def _problem(self, code: str, message: str, where: str, hint: str = "") -> None:
         self.problems.append(Problem(code, message, where, hint))
 
-    def _refuse_converted(self) -> None:
-        if MANIFEST in self.files:
-            hint = "convert the original checkpoint, or take the padding out first: fse-convert restore"
-            raise InvalidCheckpoint(Problem("already-converted", "this checkpoint is already converted", MANIFEST, hint))
+    def _check_sidecar(self) -> None:
         inside = [n for n in self.files if n.startswith(f"{SIDECAR}/")]
-        if inside:
+        if inside and MANIFEST not in self.files:
             message = f"holds {some(inside)} but no manifest: this name is where the output's kernel layout goes"
             self._problem("sidecar-foreign", message, f"{SIDECAR}/", "move the folder away, or convert the original checkpoint")
 
@@ -143,15 +186,11 @@ class _Opening:
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             self._problem("index-invalid", "no weight_map from tensor names to file names", INDEX, "download it again")
             return {}
-        for name in sorted(set(weight_map.values())):
-            if not _is_inside(name):
-                self._problem(
-                    "index-path",
-                    f"weight_map leads outside of the checkpoint: {name!r}",
-                    INDEX,
-                    "do not trust this checkpoint",
-                )
-        return {t: n for t, n in weight_map.items() if _is_inside(n)}
+        outside = sorted(n for n in set(weight_map.values()) if not _is_inside(n))
+        for name in outside:
+            message = f"weight_map leads outside of the checkpoint: {name!r}"
+            self._problem("index-path", message, INDEX, "do not trust this checkpoint")
+        return {t: n for t, n in weight_map.items() if n not in outside} if outside else weight_map
 
     def _shard_names(self, weight_map: dict[str, str] | None) -> list[str]:
         present = [n for n in self.files if n.endswith(SUFFIX) and "/" not in n]
@@ -186,28 +225,35 @@ class _Opening:
         elif len(present) > 1:
             self._problem("file-missing", f"{len(present)} shards but no index", INDEX, "download the index too")
 
-    def _shard(self, name: str) -> Shard | None:
-        size = self.files[name]
+    def _shards(self, names: list[str]) -> Iterator[Shard]:
+        """Read headers, several at a time: on a network file system or the hub it is the waiting that takes long."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(self.folder.workers) as pool:
+            for name, raw in zip(names, pool.map(self._header, names), strict=True):
+                try:
+                    if isinstance(raw, InvalidCheckpoint):
+                        raise raw
+                    yield Shard(name, self.files[name], parse_header(raw, self.files[name], name))
+                except InvalidCheckpoint as e:
+                    self.problems += e.problems
+
+    def _header(self, name: str) -> bytes | InvalidCheckpoint:
+        """Read the JSON of a shard's header."""
         try:
             first = self.folder.read(name, 0, FIRST_READ)
-            length = header_length(first, size, name)
-            raw = first[8 : 8 + length]
+            length = header_length(first, self.files[name], name)
+            raw = first[LENGTH_BYTES : LENGTH_BYTES + length]
             if len(raw) < length:
-                raw += self.folder.read(name, 8 + len(raw), length - len(raw))
-            if len(raw) < length:
-                self._problem(
-                    "shard-truncated",
-                    f"the file ended inside of its header of {length} bytes",
-                    name,
-                    "download it again",
-                )
-                return None
-            return Shard(name, size, parse_header(raw, size, name))
+                raw += self.folder.read(name, LENGTH_BYTES + len(raw), length - len(raw))
         except InvalidCheckpoint as e:
-            self.problems += e.problems
+            return e
         except OSError as e:
-            self._problem("unreadable", f"cannot be read: {e.strerror or e}", name)
-        return None
+            return InvalidCheckpoint(Problem("unreadable", f"cannot be read: {e.strerror or e}", name))
+        if len(raw) < length:
+            message = f"the file ended inside of its header of {length} bytes"
+            return InvalidCheckpoint(Problem("shard-truncated", message, name, "download it again"))
+        return raw
 
     def _tensors(self, shards: tuple[Shard, ...]) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}

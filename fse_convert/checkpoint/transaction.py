@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fse_convert.checkpoint.journal import Journal, differences, read_journal
+from fse_convert.checkpoint.ranges import write_all
 from fse_convert.checkpoint.source import MANIFEST, some
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Locked, Problem, UsageError
 
@@ -48,10 +49,11 @@ class Staging:
     def write(self, name: str, data: bytes) -> None:
         """Write a small file durably."""
         fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with os.fdopen(fd, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def publish(self) -> None:
         """Make every folder durable, then let the output appear by one rename."""
@@ -69,7 +71,7 @@ class Staging:
                 raise _exists(self.out) from e
             raise
         sync_folder(self.out.parent)
-        shutil.rmtree(self.root)
+        _remove(self.root)  # the output is there and durable: what cannot be removed now, the next run removes
 
 
 @contextmanager

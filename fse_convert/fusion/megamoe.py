@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from fse_convert.fusion.targets import Contract, Target
+from fse_convert.fusion.targets import Contract, Pairings, Target
 from fse_convert.fusion.verdict import FUSED, Outcome, Reason, Verdict
 from fse_convert.models.describe import ExpertGroup, LayerDescription
 from fse_convert.models.moe import Role
-from fse_convert.quantization.formats import Format, Kind
+from fse_convert.quantization.formats import E8M0_DTYPES, Format, Kind
 
-E8M0_DTYPES = ("F8_E8M0", "U8")
 KERNEL_GROUP = 32
+"""Columns per scale in the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,7 @@ class Widths:
     shared: int
 
 
-def kernel_verdict(
-    layer: LayerDescription, contract: Contract, pairings: Mapping[Kind, tuple[Kind, ...]], widths: Widths | None = None
-) -> Verdict:
+def kernel_verdict(layer: LayerDescription, contract: Contract, pairings: Pairings, widths: Widths | None = None) -> Verdict:
     """Judge a layer by the kernel alone, at its own widths or at those that padding would give it.
 
     F32 scales pass here: whether each is an exact power of two is known only from the data, and is checked where the data is read.
@@ -43,12 +42,18 @@ def kernel_verdict(
         return groups
     routed, shared = groups
     at = widths or Widths(routed.width, shared.width)
-    reasons = (*_shape_reasons(routed, shared, contract, at), *_format_reasons(routed, shared, pairings))
-    return Verdict(Outcome.UNFUSED, reasons) if reasons else FUSED
+    return _verdict(*_shape_reasons(routed, shared, contract, at), *_format_reasons(routed, shared, pairings))
 
 
-def native_verdict(layer: LayerDescription, target: Target, model_type: str) -> Verdict:
-    """Judge a layer as it is stored by a server release: the kernel's rules and what the server's loader adds."""
+def native_verdict(layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: Widths | None = None) -> Verdict:
+    """Judge a layer by a server release: the kernel's rules, and what the server's loader and model code add.
+
+    ``config``: config.json. ``widths``: those that padding would give the layer; its own without them.
+    """
+    model_type = str(config.get("model_type", ""))
+    if model_type in target.beside:
+        reason = Reason("server-no-fusion", f"{target.engine} {target.release} keeps this model's shared expert beside MegaMoE")
+        return Verdict(Outcome.UNFUSED, (reason,))
     if target.model_types and model_type not in target.model_types:
         reason = Reason("model-unsupported", f"{target.engine} {target.release} has no MegaMoE path for model type {model_type!r}")
         return Verdict(Outcome.REFUSED, (reason,))
@@ -59,18 +64,27 @@ def native_verdict(layer: LayerDescription, target: Target, model_type: str) -> 
     if isinstance(groups, Verdict):
         return groups
     routed, shared = groups
-    refused = tuple(_server_refusals(routed, target))
+    at = widths or Widths(routed.width, shared.width)
+    at = Widths(padded_routed(at.routed, target), at.shared)
+    refused = (*_config_refusals(config, target), *_server_refusals(routed, at, target))
     if refused:
         return Verdict(Outcome.REFUSED, refused)
     if not target.fuses:
         reason = Reason("server-no-fusion", f"{target.engine} {target.release} runs the shared expert beside MegaMoE, never inside")
         return Verdict(Outcome.UNFUSED, (reason,))
-    reasons = (
-        *_shape_reasons(routed, shared, target.contract, Widths(padded_routed(routed.width, target), shared.width)),
+    return _verdict(
+        *_shape_reasons(routed, shared, target.contract, at),
         *_format_reasons(routed, shared, target.pairings),
-        *_loader_reasons(shared, target),
+        *_loader_reasons(shared, at, target),
     )
-    return Verdict(Outcome.UNFUSED, reasons) if reasons else FUSED
+
+
+def _verdict(*reasons: Reason) -> Verdict:
+    """Not fused for one reason per code, the first of each; fused without any."""
+    first: dict[str, Reason] = {}
+    for reason in reasons:
+        first.setdefault(reason.code, reason)
+    return Verdict(Outcome.UNFUSED, tuple(first.values())) if first else FUSED
 
 
 def padded_routed(width: int, target: Target) -> int:
@@ -81,7 +95,7 @@ def padded_routed(width: int, target: Target) -> int:
 def _not_understood(layer: LayerDescription) -> Verdict | None:
     if not layer.problems:
         return None
-    return Verdict(Outcome.UNKNOWN, tuple(Reason(p.code, str(p), p.hint) for p in layer.problems))
+    return Verdict(Outcome.UNKNOWN, tuple(Reason(p.code, p.message, p.hint) for p in layer.problems))
 
 
 def _groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] | Verdict:
@@ -95,18 +109,40 @@ def _groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] | Verdic
     return layer.routed, layer.shared
 
 
-def _server_refusals(routed: ExpertGroup, target: Target) -> Iterator[Reason]:
-    width = padded_routed(routed.width, target)
-    multiple = target.contract.width_multiple
-    if width % multiple:
+def stated(config: Mapping[str, Any], key: str) -> object:
+    """Read a key where DeepSeek-V4's server configs take it from; None when it is nowhere.
+
+    V4.1 nests its text model, and writes ``expert_dtype`` into ``quantization_config`` (vLLM 0.33
+    transformers_utils/configs/deepseek_v41.py:11-50).
+    """
+    places = [config, config.get("text_config")]
+    if key == "expert_dtype":
+        places.append(config.get("quantization_config"))
+    found = (place[key] for place in places if isinstance(place, Mapping) and place.get(key) is not None)
+    return next(found, None)
+
+
+def _config_refusals(config: Mapping[str, Any], target: Target) -> Iterator[Reason]:
+    for rule in target.rules:
+        value = stated(config, rule.key)
+        if value is not None and value not in rule.allowed:
+            allowed = " or ".join(map(repr, rule.allowed))
+            message = f"{rule.key} is {value!r}: {target.engine} {target.release} raises for anything but {allowed} under MegaMoE"
+            yield Reason("config-unsupported", message)
+
+
+def _server_refusals(routed: ExpertGroup, at: Widths, target: Target) -> Iterator[Reason]:
+    kind = routed.formats[Role.GATE].kind
+    hidden_multiple = max(target.hidden_multiple, target.contract.hidden_multiple)
+    multiple, hidden_multiple = target.multiples.get(kind, (target.contract.width_multiple, hidden_multiple))
+    if at.routed % multiple:
         hint = f"convert with --target {target.name}"
-        yield Reason("width-alignment", f"routed width {width} is no multiple of {multiple}: MegaMoE is refused", hint)
-    multiple = max(target.hidden_multiple, target.contract.hidden_multiple)
-    if routed.hidden % multiple:
-        yield Reason("hidden-alignment", f"hidden size {routed.hidden} is no multiple of {multiple}")
-    if routed.formats[Role.GATE].kind not in target.pairings:
+        yield Reason("width-alignment", f"routed width {at.routed} is no multiple of {multiple}: MegaMoE is refused", hint)
+    if routed.hidden % hidden_multiple:
+        yield Reason("hidden-alignment", f"hidden size {routed.hidden} is no multiple of {hidden_multiple}")
+    if kind not in target.pairings:
         allowed = ", ".join(k.value for k in target.pairings)
-        yield Reason("routed-format", f"routed experts are {routed.label}; MegaMoE takes {allowed} there")
+        yield Reason("routed-format", f"routed experts are {routed.label}; {target.engine}'s MegaMoE takes {allowed} there")
 
 
 def _shape_reasons(routed: ExpertGroup, shared: ExpertGroup, contract: Contract, at: Widths) -> Iterator[Reason]:
@@ -125,48 +161,45 @@ def _shape_reasons(routed: ExpertGroup, shared: ExpertGroup, contract: Contract,
         yield Reason("width-ratio", f"shared width {at.shared} is no multiple of the routed width {at.routed}", hint)
 
 
-def _format_reasons(routed: ExpertGroup, shared: ExpertGroup, pairings: Mapping[Kind, tuple[Kind, ...]]) -> Iterator[Reason]:
+def _format_reasons(routed: ExpertGroup, shared: ExpertGroup, pairings: Pairings) -> Iterator[Reason]:
     kinds = {f.kind for f in routed.formats.values()}
     if not kinds <= set(pairings) or not all(_kernel_scales(f) for f in routed.formats.values()):
         allowed = ", ".join(k.value for k in pairings)
         yield Reason("routed-format", f"routed experts are {routed.label}; the launch takes {allowed} with E8M0 scales")
         return
     allowed_shared = pairings[routed.formats[Role.GATE].kind]
-    for role, f in shared.formats.items():
-        if f.kind not in allowed_shared:
-            kinds_text = ", ".join(k.value for k in allowed_shared)
-            message = (
-                f"shared {role.value} is {f.label}; beside {routed.label} experts the launch takes {kinds_text} with E8M0 scales"
-            )
+    if not allowed_shared:
+        yield Reason("shared-format", f"beside {routed.label} experts the launch takes no shared expert")
+        return
+    for f in shared.formats.values():
+        if f.kind not in allowed_shared or (f.kind is Kind.PLAIN and f.weight_dtype != "BF16"):
+            allowed = ", ".join("bf16" if k is Kind.PLAIN else k.value for k in allowed_shared)
+            message = f"the shared expert is {f.label}; beside {routed.label} experts the launch takes {allowed} with E8M0 scales"
             yield Reason("shared-format", message)
         elif f.block and f.block[1] % KERNEL_GROUP:
-            yield Reason(
-                "scale-block",
-                f"shared {role.value} has a scale per {f.block[1]} columns, no multiple of {KERNEL_GROUP}",
-            )
-        elif f.kind is Kind.FP8_BLOCK and f.scale_dtype not in (*E8M0_DTYPES, "F32"):
-            yield Reason("scale-dtype", f"shared {role.value} has {f.scale_dtype} scales, the kernel takes E8M0")
+            message = f"the shared expert has a scale per {f.block[1]} columns, no multiple of {KERNEL_GROUP}"
+            yield Reason("scale-block", message)
+        elif not _kernel_scales(f):
+            yield Reason("scale-dtype", f"the shared expert has {f.scale_dtype} scales, the kernel takes E8M0")
 
 
 def _kernel_scales(f: Format) -> bool:
     return f.kind is not Kind.FP8_BLOCK or f.scale_dtype in (*E8M0_DTYPES, "F32")
 
 
-def _loader_reasons(shared: ExpertGroup, target: Target) -> Iterator[Reason]:
+def _loader_reasons(shared: ExpertGroup, at: Widths, target: Target) -> Iterator[Reason]:
     """What the servers' loaders ask of the checkpoint's own tensors, beyond the kernel."""
     for role, f in shared.formats.items():
         if f.kind is not Kind.FP8_BLOCK or f.block is None:
             continue
-        if f.scale_dtype not in E8M0_DTYPES:
-            yield Reason("scale-dtype", f"shared {role.value} has {f.scale_dtype} scales; {target.engine} fuses E8M0 or U8")
-        if f.shape[0] % f.block[0] or f.shape[1] % f.block[1]:
-            yield Reason(
-                "scale-partial",
-                f"shared {role.value} {list(f.shape)} ends in a partial {f.block[0]}x{f.block[1]} block",
-            )
+        rows, cols = f.block
+        if f.scale_dtype not in target.scale_dtypes:
+            allowed = " or ".join(target.scale_dtypes)
+            yield Reason("scale-dtype", f"the shared expert has {f.scale_dtype} scales; {target.engine} fuses {allowed}")
+        n, k = (shared.hidden, at.shared) if role is Role.DOWN else (at.shared, shared.hidden)
+        if n % rows or k % cols:
+            yield Reason("scale-partial", f"the shared expert, {n}x{k}, ends in a partial {rows}x{cols} block")
         if target.shared_blocks is not None and f.block not in target.shared_blocks:
             blocks = ", ".join(f"{a}x{b}" for a, b in target.shared_blocks)
-            yield Reason(
-                "scale-block",
-                f"shared {role.value} has {f.block[0]}x{f.block[1]} scales; {target.engine} {target.release} fuses {blocks}",
-            )
+            message = f"the shared expert has {rows}x{cols} scales; {target.engine} {target.release} fuses {blocks}"
+            yield Reason("scale-block", message)

@@ -1,7 +1,8 @@
 """Kernel contracts and server releases as data, each row with the release and file that it was read from.
 
 To add a release, add a row to `TARGETS`. A *contract* is what DeepGEMM's MegaMoE kernel asks of shapes; a *target* is
-a server release that calls it, with what the server's own code adds to it.
+a server release that calls it, with what the server's own code adds to it. This is the native MegaMoE fusion of NVIDIA
+GPUs; shared experts that become extra routed experts are another question (`fusion.slots`, `fusion.aiter`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fse_convert.quantization.formats import Kind
+from fse_convert.quantization.formats import E8M0_DTYPES, Kind
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,25 @@ MEGAMOE_128 = Contract(
 )
 CONTRACTS: Mapping[str, Contract] = {c.name: c for c in (MEGAMOE_512, MEGAMOE_128)}
 
-FP8_SHARED: Mapping[Kind, tuple[Kind, ...]] = {Kind.MXFP4: (Kind.FP8_BLOCK,), Kind.FP8_BLOCK: (Kind.FP8_BLOCK,)}
-"""mma types fp8xfp4 and fp8xfp8: which shared formats join a launch, by the routed format. FP8: E4M3 with UE8M0 blocks."""
-FP4_ONLY: Mapping[Kind, tuple[Kind, ...]] = {Kind.MXFP4: (Kind.FP8_BLOCK,)}
-"""DeepSeek-V4's model code: ``expert_dtype`` must be fp4."""
-FP4_OR_NVFP4: Mapping[Kind, tuple[Kind, ...]] = {**FP4_ONLY, Kind.NVFP4: (Kind.FP8_BLOCK, Kind.PLAIN)}
+Pairings = Mapping[Kind, tuple[Kind, ...]]
+"""Which shared formats join a launch, by the routed format. FP8 means E4M3 with UE8M0 block scales."""
+
+FP8_SHARED: Pairings = {Kind.MXFP4: (Kind.FP8_BLOCK,), Kind.FP8_BLOCK: (Kind.FP8_BLOCK,)}
+"""The kernel's mma types fp8xfp4 and fp8xfp8."""
+FP4_ONLY: Pairings = {Kind.MXFP4: (Kind.FP8_BLOCK,)}
+"""vLLM's DeepSeek-V4 models: they always ask for MEGA_MOE_MXFP4 (0.33 models/deepseek_v4/nvidia/model.py:389)."""
+FP4_OR_NVFP4_ALONE: Pairings = {**FP4_ONLY, Kind.NVFP4: ()}
+"""SGLang: nvfp4xnvfp4 launches run without a shared expert (0.5.23 layers/moe/mega_moe.py:203)."""
+VLLM_0_33_CLASS: Pairings = {**FP8_SHARED, Kind.NVFP4: (Kind.FP8_BLOCK, Kind.PLAIN), Kind.PLAIN: (Kind.PLAIN,)}
+"""All that vLLM 0.33's class could do (deep_gemm_mega_moe.py:142-185); no model of that release asks for the last two."""
+
+
+@dataclass(frozen=True)
+class ConfigRule:
+    """A key of config.json that must have one of some values, if it is there at all."""
+
+    key: str
+    allowed: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -52,8 +67,10 @@ class Target:
 
     ``fuses``: whether it has native shared-expert fusion at all. ``routed_pad``: the multiple to which the server itself
     pads routed experts at load (0: none). ``hidden_multiple``: the server's own rule where it is stricter than the kernel's.
-    ``pairings``: see `FP8_SHARED`. ``shared_blocks``: scale blocks its fusion accepts (None: any with a multiple of 32
-    columns). ``families`` and ``model_types``: whose model code has the path (empty: any).
+    ``pairings``: see `Pairings`. ``multiples``: of width and hidden size, for routed formats with rules of their own.
+    ``shared_blocks``: scale blocks its fusion accepts (None: any with a multiple of 32 columns). ``scale_dtypes``: of the
+    shared expert's scales in the checkpoint. ``model_types``: whose model code has the path (empty: any), ``beside``: whose
+    model code runs MegaMoE and always keeps the shared expert out of it. ``rules``: what the model code asks of config.json.
     """
 
     name: str
@@ -64,22 +81,33 @@ class Target:
     fuses: bool = True
     routed_pad: int = 0
     hidden_multiple: int = 0
-    pairings: Mapping[Kind, tuple[Kind, ...]] = field(default_factory=lambda: FP4_ONLY)
+    pairings: Pairings = field(default_factory=lambda: FP4_ONLY)
+    multiples: Mapping[Kind, tuple[int, int]] = field(default_factory=dict)
     shared_blocks: tuple[tuple[int, int], ...] | None = None
-    families: frozenset[str] = frozenset({"DeepSeek-V4"})
+    scale_dtypes: tuple[str, ...] = E8M0_DTYPES
     model_types: frozenset[str] = frozenset({"deepseek_v4", "deepseek_v41"})
+    beside: frozenset[str] = frozenset()
+    rules: tuple[ConfigRule, ...] = ()
     needs: str = ""
 
 
 V4_ONLY = frozenset({"deepseek_v4"})
+KIMI_K3 = frozenset({"kimi_k3"})
 VLLM_NEEDS = "SM100, --moe-backend deep_gemm_mega_moe, --enable-expert-parallel, TP 1 or sequence parallel"
 SGLANG_NEEDS = "SM100, --moe-a2a-backend megamoe"
+SGLANG_SCALES = (*E8M0_DTYPES, "F32")
+"""SGLang loads scales as FP32 and rounds them to UE8M0 (0.5.23 layers/quantization/fp8.py:1694-1719)."""
+NVFP4_256 = {Kind.NVFP4: (256, 256)}
+VLLM_RULES = (ConfigRule("scoring_func", ("sqrtsoftplus",)), ConfigRule("expert_dtype", ("fp4",)))
+"""DeepseekV4MoE.__init__ raises otherwise: 0.29 models/deepseek_v4/nvidia/model.py:780-790."""
+VLLM_RULES_0_31 = (*VLLM_RULES, ConfigRule("norm_topk_prob", (True,)))
+"""Since 0.31 (model.py:839) also without normalised top-k probabilities."""
 
 
 def _contract_row(contract: Contract) -> Target:
     return Target(
         contract.name, "contract", contract.kernels, contract, contract.source,
-        pairings=FP8_SHARED, families=frozenset(), model_types=frozenset(), needs="SM100",
+        pairings=FP8_SHARED, model_types=frozenset(), needs="SM100",
     )  # fmt: skip
 
 
@@ -87,39 +115,46 @@ TARGETS: tuple[Target, ...] = (
     _contract_row(MEGAMOE_512),
     _contract_row(MEGAMOE_128),
     Target(
-        "vllm-0.29", "vLLM", "0.29", MEGAMOE_512, "models/deepseek_v4/nvidia/model.py:336 (DeepGEMM 2.6.1)",
-        model_types=V4_ONLY, needs=VLLM_NEEDS,
+        "vllm-0.29", "vLLM", "0.29", MEGAMOE_512, "models/deepseek_v4/nvidia/model.py:336, 394-455 (DeepGEMM 2.6.1)",
+        model_types=V4_ONLY, beside=KIMI_K3, rules=VLLM_RULES, needs=VLLM_NEEDS,
     ),
     Target(
         "vllm-0.30", "vLLM", "0.30", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:412-441, 516-534",
-        routed_pad=512, needs=VLLM_NEEDS,
+        routed_pad=512, beside=KIMI_K3, rules=VLLM_RULES, needs=VLLM_NEEDS,
     ),
-    Target("vllm-0.31", "vLLM", "0.31", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:370", needs=VLLM_NEEDS),
-    Target("vllm-0.32", "vLLM", "0.32", MEGAMOE_128, "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:461", needs=VLLM_NEEDS),
     Target(
-        "vllm-0.33", "vLLM", "0.33", MEGAMOE_128, "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:202, 338-384",
-        pairings=FP4_OR_NVFP4, needs=VLLM_NEEDS,
+        "vllm-0.31", "vLLM", "0.31", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:370, 443-475, 835-849",
+        beside=KIMI_K3, rules=VLLM_RULES_0_31, needs=VLLM_NEEDS,
+    ),
+    Target(
+        "vllm-0.32", "vLLM", "0.32", MEGAMOE_128, "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:195-298, 461",
+        beside=KIMI_K3, rules=VLLM_RULES_0_31, needs=VLLM_NEEDS,
+    ),
+    Target(
+        "vllm-0.33", "vLLM", "0.33", MEGAMOE_128, "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:202, 214-245, 338-384",
+        beside=KIMI_K3 | {"step5"}, rules=VLLM_RULES_0_31, needs=VLLM_NEEDS,
     ),
     Target(
         "sglang-0.5.20", "SGLang", "0.5.20", MEGAMOE_128, "layers/moe/mega_moe.py (no shape check; sgl-deep-gemm 0.2.0)",
-        fuses=False, model_types=V4_ONLY, needs=SGLANG_NEEDS,
+        fuses=False, pairings=FP4_OR_NVFP4_ALONE, model_types=V4_ONLY, needs=SGLANG_NEEDS,
     ),
     Target(
         "sglang-0.5.21", "SGLang", "0.5.21", MEGAMOE_512, "layers/moe/mega_moe.py:99-111",
-        fuses=False, needs=SGLANG_NEEDS,
+        fuses=False, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, needs=SGLANG_NEEDS,
     ),
     Target(
-        "sglang-0.5.22", "SGLang", "0.5.22", MEGAMOE_128, "layers/moe/mega_moe.py:101-113",
-        hidden_multiple=512, shared_blocks=((128, 128),), needs=SGLANG_NEEDS,
+        "sglang-0.5.22", "SGLang", "0.5.22", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 194-204",
+        hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, shared_blocks=((128, 128),),
+        scale_dtypes=SGLANG_SCALES, needs=SGLANG_NEEDS,
     ),
     Target(
         "sglang-0.5.23", "SGLang", "0.5.23", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 196-207",
-        hidden_multiple=512, needs=SGLANG_NEEDS,
+        hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, scale_dtypes=SGLANG_SCALES, needs=SGLANG_NEEDS,
     ),
     Target(
         "tensorrt-llm", "TensorRT-LLM", "main (2026-08)", MEGAMOE_512,
         "_torch/modules/fused_moe/mega_moe/mega_moe_deepgemm.py (MegaMoEDeepGemm)",
-        fuses=False, needs="SM100, moe_backend MEGAMOE_DEEPGEMM",
+        fuses=False, needs="SM100, moe_backend MEGAMOE_DEEPGEMM, attention DP; V4.1's architecture is not confirmed",
     ),
 )  # fmt: skip
 

@@ -7,20 +7,28 @@ Layers come from the tensor names. Config values are hints: ``num_nextn_predict_
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.checkpoint.source import Checkpoint, some
+from fse_convert.checkpoint.source import Checkpoint, no_collection, some
 from fse_convert.errors import Problem
 from fse_convert.models.families import Family, find_family
-from fse_convert.models.moe import Expert, LayerKind, MoELayer, Projection, Role
-from fse_convert.quantization.formats import Format, FormatError, read_format
+from fse_convert.models.layers import Seen, group_layers, seen_experts
+from fse_convert.models.moe import Expert, LayerKind, MoELayer, Role
+from fse_convert.quantization.formats import MXFP4_GROUP, Format, FormatError, Kind, read_format
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
 WIDTH_CONFLICT = "config-width"
-"""Code of conflicts about a width: a server that believes the config would not load the tensors."""
+BLOCK_CONFLICT = "config-block"
+NOT_UNDERSTOOD = frozenset({
+    "experts-stacked", "expert-unknown", "expert-outside", "experts-differ", "dtype-unsupported", "weight-shape",
+    "part-ambiguous", "part-unknown", "format-unknown", "scale-dtype",
+})  # fmt: skip
+"""Codes of problems with a checkpoint that is whole, but of a kind that is not supported; all others mean that it is broken."""
+FP8_KINDS = (Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR)
+LOAD_CONFLICTS = frozenset({WIDTH_CONFLICT, BLOCK_CONFLICT})
+"""Codes of conflicts about widths and scale blocks: a server that believes the config would not load the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +60,9 @@ class LayerDescription:
 class Description:
     """A MoE model as its headers show it.
 
-    ``family`` None: no row knows this model type, and ``layers`` is empty. ``n_shared``: shared experts per layer, by
-    which the shared width is divided. ``conflicts``: where the config says something else than the headers.
+    ``family`` None: no row knows this model type, ``layers`` is empty, and ``seen`` lists the names that look like
+    experts. ``n_shared``: shared experts per layer, by which the shared width is divided. ``conflicts``: where the config
+    says something else than the headers. ``strays``: expert tensors outside the family's MoE blocks.
     """
 
     family: Family | None
@@ -62,11 +71,21 @@ class Description:
     n_shared: int
     layers: tuple[LayerDescription, ...]
     conflicts: tuple[Problem, ...]
+    strays: tuple[str, ...] = ()
+    seen: tuple[Seen, ...] = ()
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Problems of all layers, in layer order."""
-        return tuple(p for layer in self.layers for p in layer.problems)
+        """Problems of all layers, in layer order, and of experts outside of any layer."""
+        return (*(p for layer in self.layers for p in layer.problems), *self.outside)
+
+    @property
+    def outside(self) -> tuple[Problem, ...]:
+        """The problem that ``strays`` are, if there are any."""
+        if not self.strays:
+            return ()
+        hint = "padding would leave them at their old width"
+        return (Problem("expert-outside", "experts outside the known MoE blocks", _places(list(self.strays)), hint),)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -76,17 +95,23 @@ class Description:
 
 def describe(checkpoint: Checkpoint) -> Description:
     """Describe the MoE layers of a checkpoint; never raises for what it does not understand, but records it."""
+    with no_collection():
+        return _describe(checkpoint)
+
+
+def _describe(checkpoint: Checkpoint) -> Description:
     config = checkpoint.config
     family = find_family(config)
     model_type = str(config.get("model_type", ""))
     if family is None:
-        return Description(None, model_type, "", 0, (), ())
-    layers = _Layers(family, family.number(config, "num_hidden_layers")).read(checkpoint.tensors)
-    reader = _Reader(block_hint(config))
-    described = tuple(reader.describe(layer) for layer in layers)
+        return Description(None, model_type, "", 0, (), (), (), seen_experts(checkpoint.tensors.values()))
+    grouping = group_layers(family, checkpoint.tensors, family.number(config, "num_hidden_layers"))
+    hint = block_hint(config)
+    reader = _Reader(hint, gated=family.gated)
+    described = tuple(reader.describe(layer) for layer in grouping.layers)
     n_shared = family.fixed_shared or family.number(config, family.n_shared_key) or 1
-    conflicts = tuple(_conflicts(family, config, described, n_shared))
-    return Description(family, model_type, family.section(config), n_shared, described, conflicts)
+    conflicts = (*_conflicts(family, config, described, n_shared), *_block_conflicts(described, hint))
+    return Description(family, model_type, family.section(config), n_shared, described, conflicts, grouping.strays)
 
 
 def block_hint(config: Mapping[str, object]) -> tuple[int, int] | None:
@@ -98,127 +123,100 @@ def block_hint(config: Mapping[str, object]) -> tuple[int, int] | None:
     return None
 
 
-class _Layers:
-    """Groups tensor names into layers, experts and projections, in one pass."""
-
-    def __init__(self, family: Family, num_layers: int | None) -> None:
-        self.family = family
-        self.num_layers = num_layers
-        self.groups: dict[tuple[LayerKind, int, str], dict[int, dict[str, dict[str, TensorInfo]]]] = {}
-        self.unknown: dict[str, list[str]] = {}
-        self.gates: dict[str, str] = {}
-        self.keys: dict[str, tuple[LayerKind, int, str]] = {}
-
-    def read(self, tensors: Mapping[str, TensorInfo]) -> list[MoELayer]:
-        matches = self.family.pattern.fullmatch
-        for name, info in tensors.items():
-            m = matches(name)
-            if m is not None:
-                key = self._key(m)
-                expert = -1 if m["shared"] else int(m["expert"])
-                self.groups.setdefault(key, {}).setdefault(expert, {}).setdefault(m["projection"], {})[m["suffix"]] = info
-            elif "expert" in name:
-                self._other(name)
-        return [self._layer(key) for key in sorted(set(self.keys.values()), key=lambda k: (k[0] is LayerKind.MTP, k[1], k[2]))]
-
-    def _key(self, m: re.Match[str]) -> tuple[LayerKind, int, str]:
-        layer = m["layer"]
-        if layer not in self.keys:
-            number = int(m["number"])
-            beyond = self.num_layers is not None and self.family.mtp is None and number >= self.num_layers
-            index = number - (self.num_layers or 0) if beyond else number
-            self.keys[layer] = (LayerKind.MTP if m["mtp"] or beyond else LayerKind.DECODER, index, layer)
-        return self.keys[layer]
-
-    def _other(self, name: str) -> None:
-        m = self.family.block_pattern.fullmatch(name)
-        if m is None:
-            return
-        self._key(m)
-        if self.family.shared_gate and m["rest"].startswith(self.family.shared_gate + "."):
-            self.gates[m["layer"]] = name
-        else:
-            self.unknown.setdefault(m["layer"], []).append(name)
-
-    def _layer(self, key: tuple[LayerKind, int, str]) -> MoELayer:
-        kind, index, name = key
-        experts = self.groups.get(key, {})
-        routed = tuple(self._expert(f"{name}.experts.{e}", experts[e], self.family.routed_names) for e in sorted(experts) if e >= 0)
-        shared = self._expert(f"{name}.{self.family.shared}", experts[-1], self.family.shared_names) if -1 in experts else None
-        return MoELayer(name, kind, index, routed, shared, self.gates.get(name), tuple(self.unknown.get(name, ())))
-
-    def _expert(self, name: str, found: dict[str, dict[str, TensorInfo]], names: Mapping[str, Role]) -> Expert:
-        return Expert(name, {role: Projection(f"{name}.{p}", found[p]) for p, role in names.items() if p in found})
-
-
 class _Reader:
     """Reads formats of expert groups; remembers them by signature, since a layer's experts share one."""
 
-    def __init__(self, hint: tuple[int, int] | None) -> None:
+    def __init__(self, hint: tuple[int, int] | None, *, gated: bool) -> None:
         self.hint = hint
-        self.known: dict[tuple[tuple[str, str, tuple[int, ...]], ...], Format | FormatError] = {}
+        self.gated = gated
+        self.known: dict[tuple[object, ...], dict[Role, Format]] = {}
 
     def describe(self, layer: MoELayer) -> LayerDescription:
-        problems: list[Problem] = []
-        if layer.unknown:
-            message = f"expert tensors that are not understood: {some(layer.unknown)}"
-            problems.append(Problem("expert-unknown", message, layer.name, "fused 3-D experts and adapters are not supported"))
-        problems += _missing_experts(layer)
+        """Describe one layer, with every problem of every expert; equal problems are counted together."""
+        problems = _Problems()
+        if layer.stacked:
+            stored = layer.stacked[0]
+            message = f"routed experts in one {len(stored.shape)}-D tensor, {stored.dtype} {list(stored.shape)}"
+            problems.add(Problem("experts-stacked", message, stored.name, "only experts of their own, one by one, are supported"))
+        for name in layer.unknown:
+            problems.add(Problem("expert-unknown", "an expert tensor that is not understood", name, "adapters are not supported"))
+        for problem in _missing_experts(layer):
+            problems.add(problem)
+        if self.gated and layer.shared and layer.gate_tensor is None:
+            problems.add(Problem("gate-missing", "no gate of the shared expert", layer.shared.name, "is the checkpoint complete?"))
         routed = self._group(layer.routed, problems)
         shared = self._group((layer.shared,), problems) if layer.shared else None
-        return LayerDescription(layer, routed, shared, tuple(problems))
+        return LayerDescription(layer, routed, shared, problems.folded())
 
-    def _group(self, experts: tuple[Expert, ...], problems: list[Problem]) -> ExpertGroup | None:
+    def _group(self, experts: tuple[Expert, ...], problems: _Problems) -> ExpertGroup | None:
         first: dict[Role, Format] | None = None
+        whole = True
         for expert in experts:
             formats = self._expert(expert, problems)
             if formats is None:
-                return None
-            if first is None:
+                whole = False
+            elif first is None:
                 first = formats
-            elif formats != first:
+            elif formats is not first and formats != first:
+                whole = False
                 where = next(expert.projections[r].name for r in formats if formats[r] != first[r])
                 message = f"stored otherwise than {experts[0].name}: every expert of a layer must be stored alike"
-                problems.append(Problem("experts-differ", message, where))
-                return None
-        if first is None:
+                problems.add(Problem("experts-differ", message, where))
+        if first is None or not whole:
             return None
         width, hidden = first[Role.GATE].shape
         return ExpertGroup(experts, first, hidden, width)
 
-    def _expert(self, expert: Expert, problems: list[Problem]) -> dict[Role, Format] | None:
+    def _expert(self, expert: Expert, problems: _Problems) -> dict[Role, Format] | None:
+        key = tuple(
+            (role, suffix, info.dtype, info.shape)
+            for role, projection in expert.projections.items()
+            for suffix, info in projection.parts.items()
+        )
+        formats = self.known.get(key)
+        if formats is None:
+            formats = self._read(expert, problems)
+            if formats is not None:
+                self.known[key] = formats
+        return formats
+
+    def _read(self, expert: Expert, problems: _Problems) -> dict[Role, Format] | None:
         formats: dict[Role, Format] = {}
         for role in Role:
             projection = expert.projections.get(role)
             if projection is None:
-                problems.append(
-                    Problem("projection-missing", f"no {role.value} projection", expert.name, "is the checkpoint complete?")
-                )
+                hint = "is the checkpoint complete?"
+                problems.add(Problem("projection-missing", f"no {role.value} projection", expert.name, hint))
                 continue
-            found = self._format(projection)
-            if isinstance(found, FormatError):
-                problems.append(Problem(found.code, found.message, f"{projection.name}.{found.suffix}", found.hint))
-            else:
-                formats[role] = found
+            try:
+                formats[role] = read_format(projection.parts, self.hint)
+            except FormatError as e:
+                problems.add(Problem(e.code, e.message, f"{projection.name}.{e.suffix}", e.hint))
         if len(formats) < len(Role):
             return None
         gate, up, down = (formats[r].shape for r in Role)
         if gate != up or down != gate[::-1]:
             message = f"gate {list(gate)}, up {list(up)} and down {list(down)} do not make one MLP"
-            problems.append(Problem("expert-shape", message, expert.name, "is the checkpoint sharded by tensor parallelism?"))
+            problems.add(Problem("expert-shape", message, expert.name, "is the checkpoint sharded by tensor parallelism?"))
             return None
         return formats
 
-    def _format(self, projection: Projection) -> Format | FormatError:
-        key = tuple((suffix, t.dtype, t.shape) for suffix, t in sorted(projection.parts.items()))
-        found = self.known.get(key)
-        if found is None:
-            try:
-                found = read_format(projection.parts, self.hint)
-            except FormatError as e:
-                found = e
-            self.known[key] = found
-        return found
+
+class _Problems:
+    """Problems of one layer; those that differ only in where they are become one."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[str, str, str], list[str]] = {}
+
+    def add(self, problem: Problem) -> None:
+        self.places.setdefault((problem.code, problem.message, problem.hint), []).append(problem.where)
+
+    def folded(self) -> tuple[Problem, ...]:
+        return tuple(Problem(code, message, _places(w), hint) for (code, message, hint), w in self.places.items())
+
+
+def _places(where: list[str]) -> str:
+    return where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more"
 
 
 def _missing_experts(layer: MoELayer) -> list[Problem]:
@@ -243,8 +241,7 @@ def _conflicts(family: Family, config: Mapping[str, object], layers: tuple[Layer
     compare(family.mtp_key, len(mtp) if mtp else None, "MTP layers")
     widths = {d.routed.width for d in layers if d.routed}
     compare(family.width_key, widths.pop() if len(widths) == 1 else None, "as the width of a routed expert", WIDTH_CONFLICT)
-    counts = {len(d.layer.routed) for d in decoder if d.layer.routed}
-    compare(family.n_routed_key, counts.pop() if len(counts) == 1 else None, "routed experts per decoder layer")
+    found += _count_conflicts(family, config, decoder)
     shared = {d.shared.width for d in layers if d.shared}
     if len(shared) == 1:
         width = shared.pop()
@@ -254,6 +251,31 @@ def _conflicts(family: Family, config: Mapping[str, object], layers: tuple[Layer
             message = f"{family.width_key} x {n_shared} shared is {routed * n_shared}, the shared experts are {width} wide"
             found.append(Problem(WIDTH_CONFLICT, message, "config.json"))
     return found + _expert_dtype_conflict(config, decoder)
+
+
+def _count_conflicts(family: Family, config: Mapping[str, object], decoder: list[LayerDescription]) -> Iterator[Problem]:
+    """Compare the stated number of routed experts with what each decoder layer has."""
+    stated = family.number(config, family.n_routed_key)
+    counts = [(len(d.layer.routed), d.layer.name) for d in decoder if d.layer.routed]
+    other = [(count, name) for count, name in counts if stated is not None and count != stated]
+    if other and len({count for count, _ in counts}) == 1:
+        message = f"{family.n_routed_key} is {stated}, the tensors show {other[0][0]} routed experts per decoder layer"
+        yield Problem("config-conflict", message, "config.json")
+    elif other:
+        count, name = other[0]
+        many = f"{len(other)} of {len(counts)} decoder layers have another number: {count} in {name}"
+        message = f"{family.n_routed_key} is {stated}, {many}"
+        yield Problem("config-conflict", message, "config.json", "is the checkpoint complete?")
+
+
+def _block_conflicts(layers: tuple[LayerDescription, ...], hint: tuple[int, int] | None) -> Iterator[Problem]:
+    """Compare ``weight_block_size`` with the FP8 blocks that the scales show; 1x32 (MXFP8) comes beside any other."""
+    if hint is None:
+        return
+    formats = (f for d in layers for g in (d.routed, d.shared) if g for f in g.formats.values() if f.kind in FP8_KINDS)
+    for label in sorted({f.label for f in formats if f.block not in (hint, (1, MXFP4_GROUP))}):
+        message = f"weight_block_size is {list(hint)}, experts are stored as {label}"
+        yield Problem(BLOCK_CONFLICT, message, "config.json", "servers believe the config and would not load these scales")
 
 
 def _expert_dtype_conflict(config: Mapping[str, object], layers: list[LayerDescription]) -> list[Problem]:

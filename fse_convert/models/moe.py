@@ -45,7 +45,8 @@ class MoELayer:
     """One MoE block as the tensor names show it.
 
     ``name`` is the block's prefix (``layers.3.ffn``), ``index`` its number within its kind. ``routed`` are in expert order;
-    ``gate_tensor`` is the shared expert's own gate (Qwen) if there is one; ``unknown`` are expert tensors that no rule explains.
+    ``gate_tensor`` is the shared expert's own gate (Qwen) if there is one; ``unknown`` are expert tensors that no rule
+    explains, ``stacked`` those that hold all routed experts of the layer in one 3-D tensor (Llama 4).
     """
 
     name: str
@@ -55,3 +56,4 @@ class MoELayer:
     shared: Expert | None
     gate_tensor: str | None
     unknown: tuple[str, ...]
+    stacked: tuple[TensorInfo, ...] = ()

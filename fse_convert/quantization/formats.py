@@ -19,6 +19,8 @@ WEIGHTS = ("weight", "weight_packed")
 SCALES = ("scale", "weight_scale", "weight_scale_inv")
 SCALARS = ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
 """Per-tensor factors: one number per projection, which padding leaves alone."""
+E8M0_DTYPES = ("F8_E8M0", "U8")
+"""How UE8M0 scales are stored: under their own dtype, or as bytes (Quark, ModelOpt)."""
 MXFP4_GROUP = 32
 NVFP4_GROUP = 16
 CEIL_BLOCKS = (16, 32, 64, 128, 256)
@@ -83,6 +85,8 @@ class Format:
             return self.weight_dtype
         if self.kind is Kind.FP8_BLOCK and self.block:
             scale = {"F8_E8M0": "E8M0", "U8": "E8M0 (U8)"}.get(self.scale_dtype or "", self.scale_dtype)
+            if self.block == (1, MXFP4_GROUP) and self.scale_dtype in E8M0_DTYPES:
+                return "MXFP8" if self.scale_dtype == "F8_E8M0" else "MXFP8 (U8 scales)"
             return f"FP8 {self.block[0]}x{self.block[1]} {scale}"
         return {
             Kind.MXFP4: "MXFP4",
@@ -152,7 +156,9 @@ def _one(parts: Mapping[str, TensorInfo], names: tuple[str, ...], what: str, *, 
     if len(found) > 1:
         raise FormatError("part-ambiguous", found[1], f"both {found[0]} and {found[1]} are there", "a projection has one of them")
     if not found and required:
-        raise FormatError(f"{what}-missing", names[0], f"no {what} tensor", "is the checkpoint complete?")
+        if set(parts) <= {*WEIGHTS, *SCALES, *SCALARS}:
+            raise FormatError(f"{what}-missing", names[0], f"no {what} tensor", "is the checkpoint complete?")
+        raise FormatError("format-unknown", min(parts), f"stored as {', '.join(sorted(parts))}: not understood", SUPPORTED)
     return found[0] if found else None  # type: ignore[return-value]
 
 
@@ -198,19 +204,24 @@ def _fp8(
             "scale-dtype", scale, f"scales of dtype {s.dtype} beside FP8 weights", f"supported: {', '.join(SCALE_FILL)}"
         )
     fill, nan = SCALE_FILL[s.dtype]
-    if s.shape in ((n, 1), (n,)) and hint is None:
+    block = hint if hint and _explains(hint, info, s) else None
+    if block is None and s.shape in ((n, 1), (n,)):
         return Format(Kind.FP8_CHANNEL, (n, k), weight, info.dtype, scale, s.dtype, None, {**tiles, scale: Tile(1, 0, fill, nan)})
-    block = _block(info, s, scale, hint)
+    if block is None:
+        block = _block(info, s, scale, hint)
     tiles[scale] = Tile(*block, fill, nan)
     return Format(Kind.FP8_BLOCK, (n, k), weight, info.dtype, scale, s.dtype, block, tiles)
 
 
+def _explains(block: tuple[int, int], info: TensorInfo, s: TensorInfo) -> bool:
+    return s.shape == (ceil_div(info.shape[0], block[0]), ceil_div(info.shape[1], block[1]))
+
+
 def _block(info: TensorInfo, s: TensorInfo, scale: str, hint: tuple[int, int] | None) -> tuple[int, int]:
+    """Tell the block from the shapes; where they contradict the config's, only a usual one is believed: 64x64, 1x128."""
     if len(s.shape) == 2:
-        if hint and s.shape == (ceil_div(info.shape[0], hint[0]), ceil_div(info.shape[1], hint[1])):
-            return hint
         rows, cols = (_side(size, count) for size, count in zip(info.shape, s.shape, strict=True))
-        if rows and cols and (hint is None or (rows, cols) == (1, MXFP4_GROUP)):
+        if rows and cols and (hint is None or (cols in CEIL_BLOCKS and rows in (1, cols))):
             return rows, cols
     expected = (
         f"expected {[ceil_div(d, b) for d, b in zip(info.shape, hint, strict=True)]} of {hint[0]}x{hint[1]} blocks, "
@@ -222,11 +233,15 @@ def _block(info: TensorInfo, s: TensorInfo, scale: str, hint: tuple[int, int] | 
 
 
 def _side(size: int, count: int) -> int | None:
-    """Elements per block along one side, from the number of blocks; None when no or several sizes explain it."""
-    if count and size % count == 0:
-        return size // count
+    """Elements per block along one side, from the number of blocks; None when no or several sizes explain it.
+
+    Of a usual size with a partial last block and an odd one without, the usual one is meant.
+    """
+    exact = size // count if count and size % count == 0 else None
     fits = [b for b in CEIL_BLOCKS if ceil_div(size, b) == count]
-    return fits[0] if len(fits) == 1 else None
+    if exact is None or (count > 1 and exact not in (1, *CEIL_BLOCKS)):
+        return fits[0] if len(fits) == 1 else exact
+    return exact
 
 
 def _fp4(info: TensorInfo, weight: str, scale: str, s: TensorInfo, scalars: dict[str, Tile | None]) -> Format:

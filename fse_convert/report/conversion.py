@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fse_convert.costs import Serving, padding
 from fse_convert.errors import Problem
 from fse_convert.fusion.megamoe import kernel_verdict
 from fse_convert.fusion.targets import MEGAMOE_128
 from fse_convert.plan import Plan
 from fse_convert.report.common import SCHEMA_VERSION, console, fold, layer_json, size
+from fse_convert.report.proof import proof_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,7 +56,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
     """A finished conversion as JSON."""
     files = dict(sorted(outcome.written.files.items()))
-    return {**plan_json(outcome.plan), "files": files, "bytes": dict(sorted(outcome.written.bytes.items()))}
+    proof = proof_json(outcome.proof) if outcome.proof else None
+    return {**plan_json(outcome.plan), "files": files, "bytes": dict(sorted(outcome.written.bytes.items())), "proof": proof}
 
 
 def notes(plan: Plan) -> list[Problem]:
@@ -69,22 +72,11 @@ def notes(plan: Plan) -> list[Problem]:
 
 def padding_cost(plan: Plan) -> str:
     """What padding costs, in a sentence: bytes on disk and per rank."""
-    shared = {
-        p.parts[s].name
-        for v in plan.verdicts
-        if v.layer.shared
-        for e in v.layer.shared.experts
-        for p in e.projections.values()
-        for s in p.parts
-    }
-    disk = rank_shared = 0
-    for shard in plan.shards:
-        for t in shard.tensors:
-            if t.growth:
-                disk += t.end - t.start - t.source.nbytes
-                rank_shared += t.end - t.start - t.source.nbytes if t.source.name in shared else 0
-    rank = rank_shared + (disk - rank_shared) / EXAMPLE_EP
-    return f"Padding {plan.source_width} to {plan.width} costs {size(disk)} on disk and {size(rank)} per rank at EP {EXAMPLE_EP}."
+    cost = padding(plan.description, plan.width)
+    rank = cost.per_rank(Serving(ep=EXAMPLE_EP))
+    return (
+        f"Padding {plan.source_width} to {plan.width} costs {size(cost.disk)} on disk and {size(rank)} per rank at EP {EXAMPLE_EP}."
+    )
 
 
 def print_plan(plan: Plan, *, title: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fse_convert.plan import Plan
 from fse_convert.report.common import console, size
 
 if TYPE_CHECKING:
@@ -16,14 +15,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def progress(plan: Plan) -> Iterator[Observer]:
-    """Show progress on stderr: a bar on a terminal, elsewhere a line per finished file and at least one every 30 s."""
-    total = sum(s.size for s in plan.shards) + sum(s.size for s in plan.sidecar)
+def progress(total: int, files: int) -> Iterator[Observer]:
+    """Show progress on stderr: a bar on a terminal, elsewhere a line per finished file and at least one every 30 s.
+
+    ``total``: bytes to come, read or written; ``files``: how often one will be finished.
+    """
     if sys.stderr.isatty():
         with _bar(total) as observe:
             yield observe
     else:
-        yield Heartbeat(total, len(plan.shards) + len(plan.sidecar)).observe
+        yield Heartbeat(total, files).observe
 
 
 @contextmanager
@@ -65,6 +66,7 @@ class Heartbeat:
         if event.done or now - self.last >= self.interval:
             self.last = now
             rate = self.bytes / max(now - self.start, 1e-9)
-            eta = (self.total - self.bytes) / rate if rate else 0
-            done = f"{self.done}/{self.files} files  {size(self.bytes)} of {size(self.total)}"
-            print(f"{done}  {size(rate)}/s  eta {eta:.0f} s  {event.file}", file=sys.stderr, flush=True)  # noqa: T201 - this is the report
+            eta = max(0, self.total - self.bytes) / rate if rate else 0
+            done = f"{self.done}/{self.files} done  {size(self.bytes)} of {size(self.total)}"
+            what = f"{event.file} {event.how}".strip()
+            print(f"{done}  {size(rate)}/s  eta {eta:.0f} s  {what}", file=sys.stderr, flush=True)  # noqa: T201 - this is the report

@@ -4,32 +4,58 @@ from __future__ import annotations
 
 from typing import Any
 
+from fse_convert.eligibility import AITER_SOURCE, AITER_TARGETS, Question
+from fse_convert.fusion.slots import SLOT_TARGETS
 from fse_convert.fusion.targets import TARGETS
 from fse_convert.report.common import SCHEMA_VERSION, console
 
 
 def targets_json() -> dict[str, Any]:
     """The table of targets as JSON."""
-    rows = [
+    native = [
         {
-            "name": t.name, "engine": t.engine, "release": t.release,
+            "name": t.name, "question": Question.NATIVE.value, "engine": t.engine, "release": t.release,
             "contract": t.contract.name, "width_multiple": t.contract.width_multiple,
             "fuses_shared": t.fuses, "pads_routed_to": t.routed_pad or None, "needs": t.needs, "source": t.source,
         }
         for t in TARGETS
     ]  # fmt: skip
-    return {"schema_version": SCHEMA_VERSION, "ok": True, "targets": rows}
+    rocm = [
+        {
+            "name": t.name, "question": Question.AITER.value, "engine": "vLLM ROCm", "release": t.release.name,
+            "needs": t.needs, "source": AITER_SOURCE,
+        }
+        for t in AITER_TARGETS
+    ]  # fmt: skip
+    slots = [
+        {
+            "name": t.name, "question": Question.SLOTS.value, "engine": t.engine, "release": t.release,
+            "needs": t.needs, "source": t.source,
+        }
+        for t in SLOT_TARGETS
+    ]  # fmt: skip
+    return {"schema_version": SCHEMA_VERSION, "ok": True, "targets": [*native, *rocm, *slots]}
 
 
 def print_targets() -> None:
-    """Print the table of targets."""
+    """Print the table of targets, those that convert takes first, and what each server must be started with."""
     from rich import box
     from rich.table import Table
 
+    out = console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("target", "kernel contract", "width", "fuses shared", "needs"):
+    for column in ("target", "kernel contract", "width", "fuses shared"):
         table.add_column(column)
     for t in TARGETS:
         pads = f", pads routed to {t.routed_pad}" if t.routed_pad else ""
-        table.add_row(t.name, t.contract.name, f"% {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no", t.needs)
-    console().print(table)
+        table.add_row(t.name, t.contract.name, f"% {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no")
+    out.print(Question.NATIVE.heading, table, sep="\n")
+    _print_needs({t.needs: t.engine for t in TARGETS if t.engine != "contract"})
+    for question, rows in ((Question.AITER, AITER_TARGETS), (Question.SLOTS, SLOT_TARGETS)):
+        out.print(f"\n{question.heading}; inspect only", ", ".join(t.name for t in rows), sep="\n  ")
+        _print_needs({t.needs: t.name for t in rows})
+
+
+def _print_needs(needs: dict[str, str]) -> None:
+    for need, who in needs.items():
+        console().print(f"  {who}: {need}")

@@ -1,7 +1,8 @@
 """A layer over `os` that lets the Nth file operation fail, be torn, or be the process's last, as SQLite tests itself.
 
-Used by tests only: the program calls `os` as always. Only operations on files below a watched folder count. Run as a script it is a server:
-it has everything imported, and forks one child per request, so that a thousand crashes take a minute.
+Used by tests only: the program calls `os` as always. Only operations on files below a watched folder count. Run as a
+script it is a server: it has everything imported, and forks one child per request, so that a thousand crashes take
+a minute.
 
 A crash can also lose what was not yet on disk: files that were written but not fsynced are cut to nothing before the process ends.
 """
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 PATH_CALLS = ("open", "mkdir", "rename", "link", "unlink", "rmdir")
@@ -24,8 +26,8 @@ CALLS = (*PATH_CALLS, *FD_CALLS)
 class Injector:
     """Counts operations below ``root`` and acts at one of them.
 
-    ``action``: ``kill`` ends the process before the operation, ``torn`` does half of it first, ``lose`` drops what was not synced and ends;
-    ``error`` raises ``errno`` once, ``errors`` from then on. ``at`` 0 only counts. ``calls``: which operations count.
+    ``action``: ``kill`` ends the process before the operation, ``torn`` does half of it first, ``lose`` drops what was
+    not synced and ends; ``error`` raises ``errno`` once, ``errors`` from then on. ``at`` 0 only counts. ``calls``: which operations count.
     """
 
     def __init__(self, root: str, at: int = 0, action: str = "kill", errno: int = 0, calls: tuple[str, ...] = CALLS) -> None:
@@ -67,7 +69,7 @@ class Injector:
             return os.fsdecode(args[0]) if isinstance(args[0], (str, bytes, os.PathLike)) else None
         fd = args[1] if name == "copy_file_range" else args[0]
         with contextlib.suppress(OSError):
-            return os.readlink(f"/proc/self/fd/{fd}")
+            return str(Path(f"/proc/self/fd/{fd}").readlink())
         return None
 
     def _watched(self, name: str, path: str, args: tuple[Any, ...]) -> bool:
@@ -132,6 +134,10 @@ def _child(main: Callable[[list[str]], None], request: dict[str, Any], write: in
     os.dup2(err, 1)
     os.dup2(err, 2)
     code = 0
+    if request.get("no_margin"):
+        from fse_convert.checkpoint import transaction
+
+        transaction.MARGIN = -(1 << 60)
     injector.install()
     try:
         main(request["args"])

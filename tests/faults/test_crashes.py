@@ -91,7 +91,7 @@ def test_killed_at_every_operation_of_the_resuming_run(
 def test_resume_writes_only_what_is_missing(
     tiny: Path, server: Any, golden: tuple[dict[str, str], int], digest: Digest, tmp_path: Path
 ) -> None:
-    want, count = golden
+    want, _ = golden
     shards = [f"{n}" for n in want if n.endswith(".safetensors")]
     trace = server.run(tmp_path, tiny, tmp_path / "first", *FAST, trace=True)["trace"]
     last_journal = max(i for i, (_, path) in enumerate(trace, 1) if path.endswith("/journal"))
@@ -99,7 +99,11 @@ def test_resume_writes_only_what_is_missing(
     assert answer["code"] == 137
     again = server.run(tmp_path, tiny, tmp_path / "out", *FAST, trace=True)
     assert again["code"] == 0
-    written = {path.rsplit("/output/", 1)[1] for name, path in again["trace"] if name in ("write", "copy_file_range") and "/output/" in path}
+    written = {
+        path.rsplit("/output/", 1)[1]
+        for name, path in again["trace"]
+        if name in ("write", "copy_file_range") and "/output/" in path
+    }
     assert written.isdisjoint(shards)
     assert digest(tmp_path / "out") == want
 
@@ -107,7 +111,9 @@ def test_resume_writes_only_what_is_missing(
 def damage_journal(root: Path, how: str) -> None:
     journal = root / "journal"
     raw = journal.read_bytes()
-    journal.write_bytes({"empty": b"", "garbage": b"\xff\xfe{[", "truncated": raw[: len(raw) * 2 // 3], "array": b"[1]\n" + raw}[how])
+    journal.write_bytes(
+        {"empty": b"", "garbage": b"\xff\xfe{[", "truncated": raw[: len(raw) * 2 // 3], "array": b"[1]\n" + raw}[how]
+    )
 
 
 @pytest.mark.parametrize("how", ["empty", "garbage", "truncated", "array"])
@@ -187,7 +193,10 @@ def test_signals_stop_within_a_second_and_leave_a_resumable_state(
     source = made("v4.1-flash", layers=6, hidden=1024, width=640, experts=16)
     out = tmp_path / "out"
     process = subprocess.Popen(
-        [sys.executable, "-m", "fse_convert", source, out, "--workers", "2"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "fse_convert", source, out, "--workers", "2"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr
     while "files" not in process.stderr.readline():
@@ -212,7 +221,9 @@ def test_random_kills_of_a_real_process(made: Callable[..., Path], run: Callable
     delays = random.Random(7)
     out = tmp_path / "out"
     kills = finished = 0
-    server = subprocess.Popen([sys.executable, str(Path(__file__).with_name("forker.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("forker.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert server.stdin
     assert server.stdout
     while kills < 200:

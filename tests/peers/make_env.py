@@ -82,6 +82,24 @@ RECIPES = {
         ),
         check="import vllm, torch; print(vllm.__version__, torch.__version__)",
     ),
+    # The wheels of triton, torchvision and SGLang are CUDA builds: imported, never launched. sgl-deep-gemm cannot be imported
+    # without CUDA libraries: its Python files come from `wheels.py`.
+    "sglang": Recipe(
+        constraints="env_sglang.txt",
+        steps=(
+            Step(("torch==2.13.0", "numpy==2.4.6")),
+            Step((
+                "transformers==5.19.0", "openai==2.8.0", "orjson", "psutil", "pybase64", "requests", "packaging", "pillow",
+                "starlette", "msgspec", "pyzmq", "tqdm", "ipython", "pydantic", "aiohttp", "dill", "sentencepiece==0.2.1",
+                "einops", "gguf==0.19.0", "partial-json-parser", "loguru", "setuptools", "safetensors",
+            )),
+            Step((
+                "triton==3.9.0", "torchvision==0.28.0", "apache-tvm-ffi==0.1.11", "compressed-tensors==0.18.0",
+                "sglang==0.5.23",
+            ), no_deps=True),
+        ),
+        check="from importlib.metadata import version; import torch; print(version('sglang'), torch.__version__)",
+    ),
 }
 # fmt: on
 

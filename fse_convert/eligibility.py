@@ -1,0 +1,205 @@
+"""Which servers fuse a checkpoint's shared experts: a verdict per layer and per target, from headers and config alone.
+
+Three questions with three names, never mixed: fusion inside NVIDIA's MegaMoE kernel (`fusion.megamoe`), vLLM's AITER
+fused shared experts on AMD (`fusion.aiter`), and slots for shared experts among the routed ones (`fusion.slots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fse_convert.fusion.aiter import AiterQuestion, ask_aiter, doubts, judge_decoder_layer, judge_model, judge_mtp_layer
+from fse_convert.fusion.megamoe import kernel_verdict, native_verdict
+from fse_convert.fusion.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
+from fse_convert.fusion.targets import TARGETS, Target
+from fse_convert.fusion.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.models.describe import Description, LayerDescription
+from fse_convert.models.moe import LayerKind, Role
+from fse_convert.quantization.config import Quantization, read_quantization
+from fse_convert.quantization.vllm import RELEASES, VllmRelease
+
+
+class Question(str, Enum):
+    """What is asked of a server. The value is for people and machines alike."""
+
+    NATIVE = "native-megamoe"
+    AITER = "aiter-fse"
+    SLOTS = "slots"
+
+    @property
+    def heading(self) -> str:
+        """The question in words."""
+        return {
+            Question.NATIVE: "Native MegaMoE fusion (NVIDIA): the shared expert inside the routed kernel",
+            Question.AITER: "AITER FSE (vLLM on AMD): the shared expert as an extra routed one, by quantisation config",
+            Question.SLOTS: "Slot fusion (SGLang, ATOM): the shared expert as an extra routed one, by storage format",
+        }[self]
+
+
+@dataclass(frozen=True)
+class AiterTarget:
+    """A vLLM release on ROCm, and the MoE backend it is started with."""
+
+    name: str
+    release: VllmRelease
+    moe_backend: str | None = None
+
+    @property
+    def needs(self) -> str:
+        """What the server must be started with."""
+        switches = "ROCm, VLLM_ROCM_USE_AITER=1, ..._MOE=1, ..._FUSION_SHARED_EXPERTS=1"
+        if self.moe_backend is None:
+            return switches
+        return f"{switches}, --moe-backend {self.moe_backend}, gfx950, TP 1, PP 1, DP with EP, --all2all-backend mori_*, no EPLB"
+
+
+AITER_SOURCE = "model_executor/layers/quantization/utils/config_utils.py (is_shared_expert_quant_fse_compatible)"
+AITER_TARGETS: tuple[AiterTarget, ...] = (
+    *(AiterTarget(f"vllm-{name}-aiter", release) for name, release in RELEASES.items()),
+    AiterTarget("vllm-0.33-aiter-mega", RELEASES["0.33"], "aiter_mega_moe"),
+)
+AnyTarget = Target | AiterTarget | SlotTarget
+ALL_TARGETS: tuple[AnyTarget, ...] = (*TARGETS, *AITER_TARGETS, *SLOT_TARGETS)
+"""Every target that `judge` knows, in the order in which answers come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One target's answer: a verdict per layer of the description, in its order, and one for the model as a whole.
+
+    ``notes`` are what the verdicts do not say: doubts, and fusion that changes numbers.
+    """
+
+    name: str
+    question: Question
+    engine: str
+    release: str
+    needs: str
+    source: str
+    layers: tuple[Verdict, ...]
+    model: Verdict
+    notes: tuple[Reason, ...] = ()
+
+    @property
+    def fused(self) -> bool:
+        """Whether every layer fuses, and the model as a whole."""
+        return self.model.fused
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A checkpoint as the rules see it."""
+
+    config: Mapping[str, Any]
+    quant_config: Mapping[str, Any] | None
+    quantization: Quantization
+    description: Description
+
+
+def subject(config: Mapping[str, Any], quant_config: Mapping[str, Any] | None, description: Description) -> Subject:
+    """Put together what the rules look at."""
+    return Subject(config, quant_config, read_quantization(config, quant_config), description)
+
+
+def judge(checkpoint: Subject) -> tuple[Answer, ...]:
+    """Answer for every target."""
+    return tuple(_answer(checkpoint, target) for target in ALL_TARGETS)
+
+
+def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
+    if isinstance(target, Target):
+        return _native(checkpoint, target)
+    if isinstance(target, AiterTarget):
+        return _aiter(checkpoint, target)
+    verdicts = slot_verdicts(checkpoint.description, checkpoint.quantization, target)
+    notes = slot_notes(checkpoint.description, target, verdicts)
+    row = (target.engine, target.release, target.needs, target.source)
+    return Answer(target.name, Question.SLOTS, *row, verdicts, whole(verdicts), notes)
+
+
+def _native(checkpoint: Subject, target: Target) -> Answer:
+    """A bare contract is judged by the kernel alone, at the stored widths and formats."""
+    layers = checkpoint.description.layers
+    if target.engine == "contract":
+        verdicts = tuple(kernel_verdict(d, target.contract, target.pairings) for d in layers)
+    else:
+        verdicts = tuple(native_verdict(d, target, checkpoint.config) for d in layers)
+    row = (target.engine, target.release, target.needs, target.source)
+    return Answer(target.name, Question.NATIVE, *row, verdicts, whole(verdicts), _inexact_notes(layers, verdicts))
+
+
+def _inexact_notes(layers: tuple[LayerDescription, ...], verdicts: tuple[Verdict, ...]) -> tuple[Reason, ...]:
+    f32 = [d for d, v in zip(layers, verdicts, strict=True) if v.fused and d.shared and _has_f32_scales(d)]
+    if not f32:
+        return ()
+    message = f"F32 scales in {len(f32)} layers fit only where every one is a power of two; headers cannot tell"
+    return (Reason("scale-f32-unread", message, "fse-convert CHECKPOINT OUT --dry-run reads them"),)
+
+
+def _has_f32_scales(layer: LayerDescription) -> bool:
+    return layer.shared is not None and any(f.scale_dtype == "F32" for f in layer.shared.formats.values())
+
+
+def _aiter(checkpoint: Subject, target: AiterTarget) -> Answer:
+    release = target.release
+    row = ("vLLM ROCm", release.name, target.needs, AITER_SOURCE)
+    layers = checkpoint.description.layers
+    question = ask_aiter(checkpoint.config, checkpoint.quant_config, release=release, moe_backend=target.moe_backend)
+    if question is None:
+        reason = Reason("model-unsupported", "no model class of vLLM 0.33 that is known to ask this has this architecture or type")
+        unknown = Verdict(Outcome.UNKNOWN, (reason,))
+        return Answer(target.name, Question.AITER, *row, (unknown,) * len(layers), unknown)
+    verdicts = tuple(_aiter_layer(question, d) for d in layers)
+    notes = doubts(question) + _storage_notes(layers, verdicts)
+    needs = ", ".join((target.needs, *(question.family.needs if target.moe_backend is None else ())))
+    model = _aiter_model(layers, verdicts)
+    return Answer(target.name, Question.AITER, row[0], row[1], needs, row[3], verdicts, model, notes)
+
+
+def _aiter_layer(question: AiterQuestion, layer: LayerDescription) -> Verdict:
+    if layer.layer.shared is None:
+        return Verdict(Outcome.UNFUSED, (Reason("no-shared-expert", "the layer has no shared expert"),))
+    ask: Callable[[AiterQuestion, int], Any] = judge_mtp_layer if layer.layer.kind is LayerKind.MTP else judge_decoder_layer
+    verdict: Verdict = ask(question, layer.layer.index).verdict
+    return verdict
+
+
+def _aiter_model(layers: tuple[LayerDescription, ...], verdicts: tuple[Verdict, ...]) -> Verdict:
+    """Judge decoder layers and the drafter apart, as vLLM does, each all or nothing; both must fuse for a whole answer."""
+    parts = [
+        judge_model(v for d, v in zip(layers, verdicts, strict=True) if d.layer.kind is kind)
+        for kind in LayerKind
+        if any(d.layer.kind is kind for d in layers)
+    ]
+    return next((p for p in parts if p.outcome is Outcome.ERROR), None) or next((p for p in parts if not p.fused), whole(verdicts))
+
+
+def _storage_notes(layers: tuple[LayerDescription, ...], verdicts: tuple[Verdict, ...]) -> tuple[Reason, ...]:
+    """The rules read configs only; say where they call two experts alike that are not stored alike (ROCm/ATOM#958)."""
+    apart = [
+        d.layer.name
+        for d, v in zip(layers, verdicts, strict=True)
+        if v.fused and d.routed and d.shared
+        if any(d.routed.formats[r].same_storage != d.shared.formats[r].same_storage for r in Role)
+    ]
+    if not apart:
+        return ()
+    message = (
+        f"the config calls routed and shared experts alike, but they are stored otherwise in {len(apart)} layers, {apart[0]} first"
+    )
+    return (Reason("aiter-storage-differs", message, "vLLM would fuse and then fail to load, or load wrongly"),)
+
+
+def whole(verdicts: tuple[Verdict, ...]) -> Verdict:
+    """The model's verdict where each layer stands for itself: fused when all are, else the first worst, with every reason."""
+    if not verdicts:
+        return Verdict(Outcome.UNFUSED, (Reason("no-moe-layers", "there is no layer with experts"),))
+    order = (Outcome.ERROR, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNFUSED)
+    found = {v.outcome for v in verdicts}
+    worst = next((outcome for outcome in order if outcome in found), None)
+    if worst is None:
+        return FUSED
+    return Verdict(worst, tuple(dict.fromkeys(r for v in verdicts for r in v.reasons)))

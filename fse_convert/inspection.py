@@ -1,0 +1,150 @@
+"""One inspection as one call: read headers, describe, judge, add up costs, advise. Nothing of the payload is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from fse_convert.checkpoint.folder import Folder, LocalFolder
+from fse_convert.checkpoint.source import Checkpoint, Reading, read_checkpoint
+from fse_convert.costs import Costs, Serving, costs
+from fse_convert.eligibility import ALL_TARGETS, Answer, Subject, judge, subject
+from fse_convert.errors import ExitCode, Problem, UsageError
+from fse_convert.fusion.targets import CONTRACTS, find_target
+from fse_convert.models.describe import KERNEL_TENSOR, NOT_UNDERSTOOD, Description, describe
+from fse_convert.plan import Options
+from fse_convert.planning import needed_width
+from fse_convert.quantization.conflicts import header_conflicts
+from fse_convert.recommendation import Advice, advise
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Everything that was found.
+
+    ``problems``: what is broken; ``unsupported``: what is whole but not understood; ``conflicts``: where config and headers
+    contradict each other; ``notes``: what to know.
+    ``costs`` is None without experts of one width. ``converted``: whether fse-convert wrote the folder.
+    """
+
+    checkpoint: Checkpoint
+    subject: Subject
+    answers: tuple[Answer, ...]
+    costs: Costs | None
+    advice: Advice
+    problems: tuple[Problem, ...]
+    unsupported: tuple[Problem, ...]
+    conflicts: tuple[Problem, ...]
+    notes: tuple[Problem, ...]
+    converted: bool
+
+    @property
+    def description(self) -> Description:
+        """The layers."""
+        return self.subject.description
+
+    def failing(self, names: Iterable[str]) -> tuple[Answer, ...]:
+        """Answers of those targets that do not fuse every layer."""
+        wanted = set(names)
+        return tuple(a for a in self.answers if a.name in wanted and not a.fused)
+
+    def exit_code(self, required: Iterable[str]) -> ExitCode:
+        """A broken checkpoint comes first, then required targets that do not fuse."""
+        if self.problems:
+            return ExitCode.INVALID
+        return ExitCode.NO if self.failing(required) else ExitCode.OK
+
+
+def target_names(names: Iterable[str]) -> frozenset[str]:
+    """Check names of targets; raises UsageError for one that is not known."""
+    known = [t.name for t in ALL_TARGETS]
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "see: fse-convert targets"
+            raise UsageError(Problem("target-unknown", f"no target {name!r}", "--target", hint))
+    return frozenset(names)
+
+
+def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset()) -> Inspection:
+    """Inspect a checkpoint for all targets, or for those of ``names``; a broken one is described as far as it can be read.
+
+    Raises InvalidCheckpoint only when there is no such folder, OSError when the machine or the network refuses.
+    """
+    reading = read_checkpoint(folder)
+    checkpoint = reading.checkpoint
+    description = describe(checkpoint)
+    about = subject(checkpoint.config, checkpoint.quant_config, description)
+    answers = judge(about)
+    widths = contract_widths(description, serving.tp)
+    problems = _layer_problems(reading, description)
+    conflicts = (*description.conflicts, *about.quantization.conflicts, *header_conflicts(about.quantization, description))
+    return Inspection(
+        checkpoint,
+        about,
+        tuple(a for a in answers if not names or a.name in names),
+        costs(description, serving, widths) if description.widths else None,
+        advise(about, answers, widths),
+        folded((*reading.problems, *(p for p in problems if p.code not in NOT_UNDERSTOOD))),
+        folded(p for p in problems if p.code in NOT_UNDERSTOOD),
+        tuple(dict.fromkeys(conflicts)),
+        checkpoint.notes,
+        reading.converted,
+    )
+
+
+def open_folder(address: str) -> Folder:
+    """Open a folder of this machine, or ``hf://org/name[@revision]`` on the Hub.
+
+    Raises UsageError, InvalidCheckpoint or EnvironmentFailure when there is none or it cannot be reached.
+    """
+    if address.startswith("hf://"):
+        from fse_convert.checkpoint.hub import HubFolder
+
+        return HubFolder(address)
+    return LocalFolder(Path(address))
+
+
+def folded(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Say once what is wrong in many places in the same way: the first place, and how many more there are."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for p in problems:
+        places.setdefault((p.code, p.message, p.hint), []).append(p.where)
+    return tuple(
+        Problem(code, message, where[0] if len(where) == 1 else f"{where[0]}; the same in {len(where) - 1} more places", hint)
+        for (code, message, hint), where in places.items()
+    )
+
+
+def contract_widths(description: Description, tp: int) -> dict[str, int]:
+    """Width of one expert that each kernel contract needs of this checkpoint; empty where experts have no one width."""
+    if len(description.widths) != 1:
+        return {}
+    targets = ((name, find_target(name)) for name in CONTRACTS)
+    return {name: needed_width(description, Options(t, tp=tp), description.widths[0]) for name, t in targets if t}
+
+
+def _layer_problems(reading: Reading, description: Description) -> tuple[Problem, ...]:
+    """Problems of layers, but for what is missing there only because a whole shard is."""
+    shards = {name[:dot] for name in reading.absent or () for dot in _dots(name)}
+    found = [
+        p
+        for d in description.layers
+        for p in d.problems
+        if not (p.code.endswith("-missing") and (reading.absent is None or d.layer.name in shards))
+    ]
+    found += description.outside
+    kernel = [n for n in reading.checkpoint.tensors if KERNEL_TENSOR.search(n)]
+    if kernel:
+        hint = "convert the original checkpoint"
+        found.append(Problem("already-converted", "tensors in the kernel layout among the shards", kernel[0], hint))
+    return tuple(found)
+
+
+def _dots(name: str) -> Iterator[int]:
+    at = name.find(".")
+    while at >= 0:
+        yield at
+        at = name.find(".", at + 1)

@@ -1,0 +1,122 @@
+"""What a proof finds: mismatches, and what was looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Level(str, Enum):
+    """How far a proof goes; each level includes those before it."""
+
+    NONE = "none"
+    STORAGE = "storage"
+    NUMERICS = "numerics"
+    KERNEL = "kernel"
+
+    @property
+    def rank(self) -> int:
+        """Position, from 0 for none."""
+        return list(Level).index(self)
+
+
+Progress = Callable[[str, int, bool], None]
+"""Called with a file's name, the bytes just read of it, and whether it is finished."""
+
+
+def ignore(_file: str, _size: int, _done: bool) -> None:
+    """Progress that nobody watches."""
+
+
+LIMIT = 100
+"""Mismatches that are listed; all are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One thing that is not as it must be.
+
+    ``code`` is kebab-case and stable. ``offset``: of the first wrong byte in the file; ``count``: how many bytes of this
+    tensor or file are wrong (0: not a matter of bytes). ``expected`` and ``found`` are texts, bytes as ``0x..``.
+    """
+
+    code: str
+    file: str
+    tensor: str = ""
+    offset: int | None = None
+    expected: str = ""
+    found: str = ""
+    count: int = 0
+
+    def __str__(self) -> str:
+        where = self.file + (f", byte {self.offset:,}" if self.offset is not None else "")
+        subject = f"{self.tensor} ({where})" if self.tensor else where
+        more = f" ({self.count:,} bytes differ)" if self.count > 1 else ""
+        return f"{subject}: expected {self.expected}, found {self.found}{more}"
+
+
+@dataclass(slots=True)
+class Findings:
+    """Mismatches, the first `LIMIT` of them kept."""
+
+    listed: list[Mismatch] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, *mismatches: Mismatch) -> None:
+        """Record mismatches."""
+        self.count += len(mismatches)
+        self.listed += mismatches[: LIMIT - len(self.listed)] if len(self.listed) < LIMIT else ()
+
+    def extend(self, other: Findings) -> None:
+        """Take over what another part found."""
+        self.listed += other.listed[: max(0, LIMIT - len(self.listed))]
+        self.count += other.count
+
+
+@dataclass(slots=True)
+class Coverage:
+    """What was compared: tensors by sort (``unchanged``, ``padded``, ``kernel``), their bytes and those of other files, files."""
+
+    tensors: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    files: int = 0
+
+    @property
+    def compared(self) -> int:
+        """Tensors that were compared, all bytes of each."""
+        return sum(self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StorageResult:
+    """Level 1's answer.
+
+    ``against``: ``source`` or, without one, the output's own ``manifest``. ``sample``: how many tensors were asked for,
+    None for all of the ``of_tensors``. ``tensors``: XXH3-128 of every tensor read, ``files``: size and SHA-256 of every
+    file read as a whole; complete unless a sample was taken. ``digests``: whether the manifest's own were compared.
+    """
+
+    against: str
+    findings: Findings
+    coverage: Coverage
+    sample: int | None
+    tensors: dict[str, str]
+    files: dict[str, tuple[int, str]]
+    of_tensors: int = 0
+    digests: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that was looked at is as it must be."""
+        return not self.findings.count
+
+    @property
+    def reached(self) -> bool:
+        """Whether tensors were looked at: not when the manifest is damaged, or names another source."""
+        return self.of_tensors > 0
+
+
+def hexadecimal(data: Iterable[int]) -> str:
+    """Bytes as ``0x7F``."""
+    return "0x" + bytes(data).hex().upper()

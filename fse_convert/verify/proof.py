@@ -1,0 +1,145 @@
+"""The levels of the proof as one answer, for the report and for the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.claims import Claims
+from fse_convert.errors import Problem, VerificationFailure
+from fse_convert.verify.expected import Source
+from fse_convert.verify.findings import Level, Progress, StorageResult, ignore
+from fse_convert.verify.storage import prove_storage
+
+if TYPE_CHECKING:
+    from fse_convert.verify.layers import KernelSummary, NumericsSummary
+
+NOT_ASKED: Mapping[str, str] = {"status": "not-run", "reason": "not asked for"}
+SHOWN = 10
+"""Mismatches that an error message lists."""
+
+
+class NoDevice(Exception):
+    """The device that was asked for is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was asked for and what each level answered; None where a level was not asked for or not reached."""
+
+    level: Level
+    storage: StorageResult
+    numerics: NumericsSummary | None = None
+    kernel: KernelSummary | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether any level found something wrong; a level that did not run has found nothing."""
+        rest = (self.numerics, self.kernel)
+        return not self.storage.passed or any(r is not None and r.status == "failed" for r in rest)
+
+    @property
+    def missing(self) -> str:
+        """Why the level that was asked for did not run; empty if it did."""
+        if self.level is Level.KERNEL and self.kernel is not None and self.kernel.status == "not-run":
+            return self.kernel.reason
+        return ""
+
+
+def prove(
+    source: Source,
+    out: LocalFolder,
+    claims: Claims,
+    level: Level,
+    *,
+    sample: int | None = None,
+    device: str = "cpu",
+    workers: int | None = None,
+    progress: Progress = ignore,
+    fail_fast: bool = False,
+) -> Proof:
+    """Prove an output against its source, up to a level.
+
+    ``device``: ``auto``, ``cpu`` or ``cuda``, for numerics. ``workers``: files read at a time. ``fail_fast``: no second
+    level if the first one fails.
+    Raises OSError, EOFError, and NoDevice when CUDA is asked for and missing.
+    """
+    storage = prove_storage(source, out, claims, sample=sample, workers=workers, progress=progress)
+    if level.rank < Level.NUMERICS.rank or not storage.reached or (fail_fast and not storage.passed):
+        return Proof(level, storage)
+    from fse_convert.verify.layers import check_layers, run_kernel
+    from fse_convert.verify.reference import pick_device
+
+    try:
+        where = pick_device(device)  # type: ignore[arg-type]
+    except ValueError as e:
+        raise NoDevice(str(e)) from e
+    numerics = check_layers(source, out, claims, sample=sample, device=where, progress=progress)
+    if level is not Level.KERNEL or (fail_fast and numerics.status == "failed"):
+        return Proof(level, storage, numerics)
+    return Proof(level, storage, numerics, run_kernel(source, out, claims, sample=sample, progress=progress))
+
+
+def failure(proof: Proof) -> VerificationFailure:
+    """A failed proof as the error that keeps an output from being published."""
+    findings = proof.storage.findings
+    problems = [Problem("storage-mismatch", str(m), "", "") for m in findings.listed[:SHOWN]]
+    for layer in proof.numerics.layers if proof.numerics else ():
+        if not layer.passed:
+            problems.append(Problem("numerics-mismatch", layer.reason, layer.name))
+    if proof.kernel and proof.kernel.status == "failed":
+        problems.append(Problem("kernel-mismatch", proof.kernel.reason))
+    hint = "nothing was published: run again; if it fails again, check the disk and report it"
+    count = f"{findings.count} mismatches" if findings.count else "wrong numbers"
+    return VerificationFailure(
+        *problems, Problem("proof-failed", f"what was written is not what the source demands: {count}", hint=hint)
+    )
+
+
+def manifest_json(proof: Proof | None) -> dict[str, Any]:
+    """A proof for the manifest: what was covered, and nothing that differs from machine to machine unless a GPU ran."""
+    if proof is None:
+        return {"storage": NOT_ASKED, "numerics": NOT_ASKED, "kernel": NOT_ASKED}
+    return {"storage": _storage(proof.storage), "numerics": _numerics(proof.numerics), "kernel": _kernel(proof.kernel)}
+
+
+def _storage(result: StorageResult) -> dict[str, Any]:
+    return {
+        "status": "passed" if result.passed else "failed",
+        "tensors": dict(result.coverage.tensors),
+        "bytes": result.coverage.bytes,
+        "files": result.coverage.files,
+    }
+
+
+def _numerics(summary: NumericsSummary | None) -> Mapping[str, Any]:
+    if summary is None:
+        return NOT_ASKED
+    if not summary.layers:
+        return {"status": "not-run", "reason": "no layer has the kernel layout"}
+    from fse_convert.verify.layers import BOUND
+
+    return {
+        "status": summary.status,
+        "layers": len(summary.layers),
+        "tokens": summary.tokens,
+        "seed": summary.seed,
+        "swiglu_limit": summary.limit,
+        "criterion": BOUND,
+    }
+
+
+def _kernel(summary: KernelSummary | None) -> Mapping[str, Any]:
+    if summary is None:
+        return NOT_ASKED
+    if summary.status != "passed":
+        return {"status": summary.status, "reason": "needs SM100 and a DeepGEMM with fused shared experts"}
+    return {
+        "status": "passed",
+        "layers": len(summary.layers),
+        "relative_l2": max(float(r.figures["relative_l2"]) for _, r in summary.layers),
+        "device": summary.found.device_name,
+        "deep_gemm": summary.found.version,
+    }

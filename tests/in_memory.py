@@ -1,0 +1,157 @@
+"""Checkpoints that exist as headers only, in memory: for rules that never look at a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from fse_convert.checkpoint.header import BITS, Header, TensorInfo
+from fse_convert.checkpoint.source import Checkpoint, Shard
+from fse_convert.eligibility import Subject, subject
+from fse_convert.models.describe import Description, describe
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape by name."""
+W = ("w1", "w3", "w2")
+PROJ = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class NoFolder:
+    """A folder that cannot be read."""
+
+    label: str = "memory"
+    files: dict[str, int] = field(default_factory=dict)
+    odd: list[str] = field(default_factory=list)
+    workers: int = 1
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        raise AssertionError(f"{name} was read")
+
+
+def _blocks(n: int, k: int, rows: int, cols: int) -> tuple[int, int]:
+    return -(-n // rows), -(-k // cols)
+
+
+def matrix(store: str, n: int, k: int) -> Tensors:
+    """The tensors of an [n, k] matrix by suffix, in a storage format named as in the table below."""
+    fp8 = ("F8_E4M3", (n, k))
+    e8m0, f32 = "F8_E8M0", "F32"
+    return {
+        "bf16": {"weight": ("BF16", (n, k))},
+        "f16": {"weight": ("F16", (n, k))},
+        "fp8-128": {"weight": fp8, "scale": (e8m0, _blocks(n, k, 128, 128))},
+        "fp8-32": {"weight": fp8, "scale": (e8m0, _blocks(n, k, 32, 32))},
+        "fp8-32-u8": {"weight": fp8, "weight_scale": ("U8", _blocks(n, k, 32, 32))},
+        "fp8-16": {"weight": fp8, "scale": (e8m0, _blocks(n, k, 16, 16))},
+        "fp8-128-f32": {"weight": fp8, "weight_scale_inv": (f32, _blocks(n, k, 128, 128))},
+        "fp8-128-bf16": {"weight": fp8, "weight_scale": ("BF16", _blocks(n, k, 128, 128))},
+        "mxfp8": {"weight": fp8, "weight_scale": (e8m0, _blocks(n, k, 1, 32))},
+        "mxfp8-u8": {"weight": fp8, "weight_scale": ("U8", _blocks(n, k, 1, 32))},
+        "fp8-1x16": {"weight": fp8, "weight_scale": (e8m0, _blocks(n, k, 1, 16))},
+        "fp8-tensor": {"weight": fp8, "weight_scale": (f32, ()), "input_scale": (f32, ())},
+        "fp8-channel": {"weight": fp8, "weight_scale": (f32, (n, 1))},
+        "mxfp4": {"weight": ("I8", (n, k // 2)), "scale": (e8m0, _blocks(n, k, 1, 32))},
+        "mxfp4-u8": {"weight": ("U8", (n, k // 2)), "weight_scale": ("U8", _blocks(n, k, 1, 32))},
+        "mxfp4-packed": {"weight_packed": ("U8", (n, k // 2)), "weight_scale": ("U8", _blocks(n, k, 1, 32))},
+        "nvfp4": {
+            "weight": ("U8", (n, k // 2)),
+            "weight_scale": ("F8_E4M3", _blocks(n, k, 1, 16)),
+            "weight_scale_2": (f32, ()),
+            "input_scale": (f32, ()),
+        },
+        "nvfp4-packed": {
+            "weight_packed": ("U8", (n, k // 2)),
+            "weight_scale": ("F8_E4M3", _blocks(n, k, 1, 16)),
+            "weight_global_scale": (f32, (1,)),
+            "input_global_scale": (f32, (1,)),
+        },
+        "ascend-int8": {"weight": ("I8", (n, k)), "weight_scale": (f32, (n, 1)), "weight_offset": (f32, (n, 1))},
+        "int4-packed": {
+            "weight_packed": ("I32", (n, k // 8)),
+            "weight_scale": ("BF16", (n, k // 32)),
+            "weight_shape": ("I64", (2,)),
+        },
+        "gptq": {"qweight": ("I32", (k // 8, n)), "scales": ("F16", (k // 128, n)), "qzeros": ("I32", (k // 128, n // 8))},
+        "mlx": {"weight": ("U32", (n, k // 8)), "scales": ("F16", (n, k // 64)), "biases": ("F16", (n, k // 64))},
+    }[store]
+
+
+def expert(prefix: str, store: str, width: int, hidden: int, names: tuple[str, str, str] = W) -> Tensors:
+    """An expert's tensors: gate and up [width, hidden], down [hidden, width]."""
+    gate, up, down = names
+    shapes = {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
+    return {f"{prefix}.{p}.{s}": info for p, (n, k) in shapes.items() for s, info in matrix(store, n, k).items()}
+
+
+@dataclass
+class Model:
+    """A small DeepSeek-V4-like model; every field can be set."""
+
+    hidden: int = 512
+    width: int = 256
+    experts: int = 2
+    n_shared: int = 1
+    shared_width: int | None = None
+    routed: str = "mxfp4"
+    shared: str = "fp8-32"
+    layers: int = 2
+    mtp: int = 1
+    mtp_shared: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Tensors:
+        width = self.n_shared * self.width if self.shared_width is None else self.shared_width
+        found: Tensors = {"embed.weight": ("BF16", (8, self.hidden))}
+        prefixes = [f"layers.{i}.ffn" for i in range(self.layers)] + [f"mtp.{i}.ffn" for i in range(self.mtp)]
+        for prefix in prefixes:
+            found[f"{prefix}.gate.weight"] = ("BF16", (self.experts, self.hidden))
+            for e in range(self.experts):
+                found |= expert(f"{prefix}.experts.{e}", self.routed, self.width, self.hidden)
+            store = self.mtp_shared if self.mtp_shared and prefix.startswith("mtp") else self.shared
+            if store:
+                found |= expert(f"{prefix}.shared_experts", store, width, self.hidden)
+        return found
+
+    def full_config(self) -> dict[str, Any]:
+        block = {"fp8-32": [32, 32], "fp8-128": [128, 128]}.get(self.shared)
+        quant = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": block}
+        return {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "model_type": "deepseek_v4",
+            "expert_dtype": "fp4",
+            "hidden_size": self.hidden,
+            "moe_intermediate_size": self.width,
+            "n_routed_experts": self.experts,
+            "n_shared_experts": self.n_shared,
+            "num_hidden_layers": self.layers,
+            "num_nextn_predict_layers": self.mtp,
+            "scoring_func": "sqrtsoftplus",
+            "norm_topk_prob": True,
+            **({"quantization_config": quant} if block else {}),
+            **self.config,
+        }
+
+    def subject(self) -> Subject:
+        return subject_of(self.full_config(), self.tensors())
+
+
+def checkpoint(config: Mapping[str, Any], tensors: Tensors, quant_config: Mapping[str, Any] | None = None) -> Checkpoint:
+    """A checkpoint of one shard that was never written."""
+    infos, at = [], 0
+    for name, (dtype, shape) in tensors.items():
+        size = prod(shape) * BITS[dtype] // 8
+        infos.append(TensorInfo(name, "model.safetensors", dtype, shape, at, at + size))
+        at += size
+    shard = Shard("model.safetensors", at, Header(tuple(infos), {}, 0, at))
+    return Checkpoint(NoFolder(), config, quant_config, (shard,), {t.name: t for t in infos}, None, (), ())
+
+
+def description_of(config: Mapping[str, Any], tensors: Tensors) -> Description:
+    return describe(checkpoint(config, tensors))
+
+
+def subject_of(config: Mapping[str, Any], tensors: Tensors, quant_config: Mapping[str, Any] | None = None) -> Subject:
+    return subject(config, quant_config, description_of(config, tensors))

@@ -1,0 +1,144 @@
+"""How an inspection is put into words: labels, folded layers, footnotes, strips that fit, escapes."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from in_memory import Model, checkpoint
+
+from fse_convert.costs import Serving, costs
+from fse_convert.eligibility import Subject, judge
+from fse_convert.errors import Problem
+from fse_convert.fusion.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.inspection import Inspection, contract_widths, folded
+from fse_convert.recommendation import advise
+from fse_convert.report.inspection import text
+from fse_convert.report.inspection_markdown import markdown, workflow_commands
+from fse_convert.report.inspection_view import Footnotes, cost_rows, gib, layer_rows, sections, span
+
+
+def inspection(model: Model, serving: Serving | None = None, problems: tuple[Problem, ...] = ()) -> Inspection:
+    about: Subject = model.subject()
+    answers = judge(about)
+    widths = contract_widths(about.description, 1)
+    return Inspection(
+        checkpoint(about.config, model.tensors()),
+        about,
+        answers,
+        costs(about.description, serving or Serving(), widths),
+        advise(about, answers, widths),
+        problems,
+        (),
+        (),
+        (),
+        converted=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["layers.3.ffn"], "layers.3.ffn"),
+        (["layers.0.ffn", "layers.1.ffn"], "layers.0..1.ffn (2)"),
+        (["model.layers.3.mlp", "model.layers.60.mlp"], "model.layers.3..60.mlp (2)"),
+        (["a.0.b", "c.1.b"], "a.0.b .. c.1.b (2)"),
+        (["a.0.b", "a.0.b.c"], "a.0.b .. a.0.b.c (2)"),
+    ],
+)
+def test_runs_of_layers_are_named_once(names: list[str], expected: str) -> None:
+    assert span(names) == expected
+
+
+def test_targets_with_one_answer_share_a_row() -> None:
+    native = sections(inspection(Model(hidden=5120, width=2304, config={"model_type": "deepseek_v41"})))[0]
+    assert [r.label for r in native.rows] == [
+        "vllm-0.30",
+        "vllm-0.31..33",
+        "sglang-0.5.21",
+        "sglang-0.5.22",
+        "sglang-0.5.23",
+        "tensorrt-llm",
+    ]
+    assert native.silent == (("no path for this model", ("vllm-0.29", "sglang-0.5.20")),)
+
+
+def test_named_targets_are_listed_even_without_a_path() -> None:
+    native = sections(inspection(Model(config={"model_type": "deepseek_v41"})), everything=True)[0]
+    assert [a.name for r in native.rows for a in r.answers][:3] == ["megamoe-512", "megamoe-128", "vllm-0.29"]
+    assert native.silent == ()
+
+
+def test_layers_that_look_alike_are_folded_and_others_are_not() -> None:
+    rows = layer_rows(Model(layers=5, mtp=2, mtp_shared="bf16").subject().description)
+    assert [(r.name, r.shared) for r in rows] == [
+        ("layers.0..4.ffn (5)", "shared FP8 32x32 E8M0, 256 wide"),
+        ("mtp.0..1.ffn (2)", "shared BF16, 256 wide"),
+    ]
+    none = layer_rows(Model(shared="", layers=1, mtp=0).subject().description)
+    assert none[0].shared == "no shared expert"
+
+
+def test_reasons_are_numbered_once() -> None:
+    found = inspection(Model(hidden=4096, width=2048, shared="bf16"))
+    rows = [row for s in sections(found) for row in s.rows]
+    notes = Footnotes(rows)
+    assert [n for n, _ in notes.entries] == list(range(1, len(notes.entries) + 1))
+    assert len({(r.code, r.message) for _, r in notes.entries}) == len(notes.entries)
+    assert notes.of(rows[0]) == "1"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_strips_fit_and_a_long_model_shows_its_worst(width: int) -> None:
+    out = click.unstyle(text(inspection(Model(width=512, layers=90, mtp=1, mtp_shared="bf16")), width=width))
+    row = next(line for line in out.splitlines() if "vllm-0.29..33 " in line)
+    assert len(row) <= width
+    assert row.endswith("█ ░  mixed 90/91 1")
+    assert ("a cell stands for up to" in out) == (width < 140)
+
+
+def test_colours_are_styles_that_can_be_taken_off() -> None:
+    styled = text(inspection(Model()))
+    assert "\x1b[32m" in styled
+    assert "\x1b[" not in click.unstyle(styled)
+
+
+def test_costs_name_what_is_held_twice_only_where_it_is() -> None:
+    rows = cost_rows(inspection(Model(hidden=512, width=384), Serving(tp=4, ep=2)))
+    assert [r.what for r in rows][:3] == [
+        "experts as stored",
+        "shared experts in the kernel, decoder layers",
+        "padding 384 to 512 (megamoe-512)",
+    ]
+    assert "sharded over TP 4" in rows[1].remark
+    plain = cost_rows(inspection(Model(routed="bf16", shared="bf16", width=512)))
+    assert not any("SGLang" in r.what for r in plain)
+
+
+def test_sizes() -> None:
+    assert gib(2**30) == "1.00 GiB"
+    assert gib(900 * 2**20) == "0.88 GiB"
+    assert gib(2**20) == "1.0 MiB"
+    assert gib(0) == "0 B"
+
+
+def test_equal_problems_in_many_places_are_said_once() -> None:
+    many = [Problem("a", "m", f"layers.{i}", "h") for i in range(3)] + [Problem("b", "m", "x")]
+    assert folded(many) == (Problem("a", "m", "layers.0; the same in 2 more places", "h"), Problem("b", "m", "x"))
+
+
+def test_commands_of_github_actions_are_escaped() -> None:
+    found = inspection(Model(), problems=(Problem("co,de:", "50% \n::error::", "a\rb"),))
+    assert workflow_commands(found, ())[0] == "::error title=co%2Cde%3A::a%0Db: 50%25 %0A::error::"
+
+
+def test_markdown_escapes_what_would_break_a_table() -> None:
+    assert "\\|" in markdown(inspection(Model(config={"model_type": "deepseek_v4", "a|b": 1}), problems=(Problem("c", "x|y"),)))
+
+
+def test_a_mixed_row_says_how_many() -> None:
+    from fse_convert.report.inspection_view import Row
+
+    answer = next(a for a in judge(Model(mtp_shared="bf16").subject()) if a.name == "vllm-0.33")
+    assert Row((answer,)).word == "mixed 2/3"
+    assert answer.layers == (FUSED, FUSED, Verdict(Outcome.UNFUSED, answer.model.reasons))
+    assert isinstance(answer.model.reasons[0], Reason)
