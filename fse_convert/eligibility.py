@@ -88,6 +88,20 @@ class Answer:
         """Whether every layer fuses, and the model as a whole."""
         return self.model.fused
 
+    @property
+    def objections(self) -> tuple[Reason, ...]:
+        """Why this is no yes that a model may be published on: what keeps it from fusing, or makes fusing it wrong."""
+        return (*self.model.reasons, *(n for n in self.notes if n.code in UNSAFE))
+
+    @property
+    def safe(self) -> bool:
+        """Whether it fuses, and nothing known says that it would then load wrongly."""
+        return self.fused and not self.objections
+
+
+UNSAFE = frozenset({"aiter-storage-differs"})
+"""Codes of notes by which a server that fuses would do the wrong thing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:

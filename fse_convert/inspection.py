@@ -46,9 +46,9 @@ class Inspection:
         return self.subject.description
 
     def failing(self, names: Iterable[str]) -> tuple[Answer, ...]:
-        """Answers of those targets that do not fuse every layer."""
+        """Answers of those targets that do not fuse every layer, or would fuse it wrongly."""
         wanted = set(names)
-        return tuple(a for a in self.answers if a.name in wanted and not a.fused)
+        return tuple(a for a in self.answers if a.name in wanted and not a.safe)
 
     def exit_code(self, required: Iterable[str]) -> ExitCode:
         """A broken checkpoint comes first, then required targets that do not fuse."""

@@ -38,7 +38,7 @@ def inspection_json(found: Inspection, required: Sequence[str], exit_code: ExitC
             {"pattern": s.pattern, "count": s.count, "dtype": s.example.dtype, "shape": s.example.shape} for s in description.seen
         ],
         "targets": [_answer(a, description) for a in found.answers],
-        "required": [{"target": a.name, "fused": a.fused} for a in found.answers if a.name in required],
+        "required": [{"target": a.name, "fused": a.fused, "passed": a.safe} for a in found.answers if a.name in required],
         "costs": _costs(found.costs),
         "advice": {"sentences": found.advice.sentences, "command": found.advice.command or None},
         "problems": _problems(found.problems),

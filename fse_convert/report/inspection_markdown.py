@@ -116,10 +116,10 @@ def workflow_commands(found: Inspection, required: Sequence[str]) -> list[str]:
     """Workflow commands: an error for what is broken and for required targets that do not fuse, a warning for conflicts."""
     lines = [_command("error", p.code, str(p)) for p in found.problems]
     for answer in found.failing(required):
-        for reason in answer.model.reasons:
+        for reason in answer.objections:
             lines.append(_command("error", f"{answer.name} does not fuse", f"{reason.code}: {reason.message}"))
     lines += [_command("warning", p.code, str(p)) for p in (*found.unsupported, *found.conflicts)]
-    doubted = (a for a in found.answers if a.name in required and a.fused)
+    doubted = (a for a in found.answers if a.name in required and a.safe)
     lines += [_command("warning", f"{a.name}: {n.code}", n.message) for a in doubted for n in a.notes]
     return lines
 

@@ -27,7 +27,8 @@ class Injector:
     """Counts operations below ``root`` and acts at one of them.
 
     ``action``: ``kill`` ends the process before the operation, ``torn`` does half of it first, ``lose`` drops what was
-    not synced and ends; ``error`` raises ``errno`` once, ``errors`` from then on. ``at`` 0 only counts. ``calls``: which operations count.
+    not synced and ends; ``error`` raises ``errno`` once, ``errors`` from then on. ``at`` 0 only counts. ``calls``: which
+    operations count.
     """
 
     def __init__(self, root: str, at: int = 0, action: str = "kill", errno: int = 0, calls: tuple[str, ...] = CALLS) -> None:
