@@ -111,7 +111,9 @@ def _main_job(plan: Plan, shard: ShardPlan, folder: LocalFolder, link: Link) -> 
         folder.check(shard.name)
         return how
 
-    return Job(shard.name, shard.size, rewrite if shard.rewritten else bring)
+    if shard.rewritten:
+        return Job(shard.name, shard.size, rewrite)
+    return Job(shard.name, shard.size, bring, folder.path(shard.name) if link is Link.HARD else None)
 
 
 def _sidecar_job(plan: Plan, sidecar: SidecarPlan, folder: LocalFolder) -> Job:

@@ -69,8 +69,8 @@ def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None
 
 
 def encode_json(value: Any) -> bytes:
-    """Encode as the hub's files are: two spaces, UTF-8, a newline at the end."""
-    return json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
+    """Encode as the hub's files are: two spaces, UTF-8, a newline at the end; file names that are no Unicode as escapes."""
+    return json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _encodings(value: Any) -> Iterator[bytes]:

@@ -25,6 +25,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, soft_wrap=not (sys.stderr if stderr else sys.stdout).isatty())
 
 
+def shown(path: object) -> str:
+    """A path for people: bytes that are no Unicode as escapes, so that any terminal can print it."""
+    return str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def size(n: float) -> str:
     """Bytes for people, in powers of 1024."""
     for unit in ("B", "KiB", "MiB"):

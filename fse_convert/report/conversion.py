@@ -10,7 +10,7 @@ from fse_convert.errors import Problem
 from fse_convert.fusion.megamoe import kernel_verdict
 from fse_convert.fusion.targets import MEGAMOE_128
 from fse_convert.plan import Plan
-from fse_convert.report.common import SCHEMA_VERSION, console, fold, layer_json, size
+from fse_convert.report.common import SCHEMA_VERSION, console, fold, layer_json, shown, size
 from fse_convert.report.proof import proof_json
 
 if TYPE_CHECKING:
@@ -129,4 +129,4 @@ def _layer_table(plan: Plan) -> Table:
 def print_written(outcome: Outcome, out: Path) -> None:
     """Print what was written, by the way it came to be."""
     ways = ", ".join(f"{how} {size(n)}" for how, n in sorted(outcome.written.bytes.items()))
-    console().print(f"written to {out}: {ways}", markup=False, soft_wrap=True)
+    console().print(f"written to {shown(out)}: {ways}", markup=False, soft_wrap=True)
