@@ -17,7 +17,7 @@ import click
 
 import fse_convert
 from fse_convert.checkpoint.ranges import Link
-from fse_convert.errors import ExitCode, FseConvertError, Problem, UsageError
+from fse_convert.errors import Bug, ExitCode, FseConvertError, Interrupted, Problem, UsageError
 from fse_convert.fusion.targets import TARGETS, find_target
 from fse_convert.plan import Experts, Options
 from fse_convert.verify.findings import Level
@@ -32,10 +32,10 @@ Exit codes:
   1  the answer is no: a required target does not fuse, or a verification found a mismatch
   2  the arguments do not fit
   3  the checkpoint is broken, not understood, or not convertible as asked
-  4  the machine said no: space, permission, I/O
-  5  interrupted, can be resumed
+  4  the machine said no: space, permission, I/O, no GPU for what was asked; what is finished is kept
   6  another run is writing the same output
-  130, 143  stopped by SIGINT, SIGTERM
+  70  a bug in fse-convert: please report it
+  130, 143, 129  stopped by SIGINT, SIGTERM, SIGHUP; what is finished is kept
 """
 
 
@@ -103,7 +103,8 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option(
     "--verify", "level", type=click.Choice([level.value for level in Level]), default=Level.NUMERICS.value, show_default=True,
-    help="How far OUT is proved against CHECKPOINT before it appears; each level includes those before it.",
+    help="How far OUT is proved against CHECKPOINT before it appears; each level includes those before it. Where there is no"
+    " SM100 GPU, the kernel level is recorded as not run.",
 )  # fmt: skip
 @json_option
 def convert(
@@ -328,24 +329,31 @@ def _run(args: list[str]) -> int:
     except FseConvertError as e:
         return _fail(e, as_json=as_json)
     except (click.exceptions.Abort, KeyboardInterrupt) as e:
-        click.echo("interrupted: the same command goes on with what is finished", err=True)
-        return e.code if isinstance(e, Stopped) else 130
+        code = e.code if isinstance(e, Stopped) else 130
+        stopped = Problem("interrupted", "stopped by a signal", hint="the same command goes on with what is finished")
+        return _fail(Interrupted(stopped), as_json=as_json, code=code)
     except click.ClickException as e:
         return _fail(UsageError(Problem("usage", e.format_message(), hint="see: fse-convert --help")), as_json=as_json)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as e:
+        if os.environ.get(DEBUG):
+            raise
+        hint = f"please report it with what {DEBUG}=1 shows; the source was not changed"
+        return _fail(Bug(Problem("bug", f"{type(e).__name__}: {e}", hint=hint)), as_json=as_json)
     return code if isinstance(code, int) else int(ExitCode.OK)
 
 
-def _fail(error: FseConvertError, *, as_json: bool) -> int:
+def _fail(error: FseConvertError, *, as_json: bool, code: int | None = None) -> int:
     from fse_convert.report import common
 
+    code = int(error.exit_code) if code is None else code
     if os.environ.get(DEBUG):
         raise error
     if as_json:
-        click.echo(common.dump(common.failure_json(error)))
+        click.echo(common.dump({**common.failure_json(error), "exit_code": code}))
     for problem in error.problems:
         for line in common.problem_lines(problem):
             click.echo(line, err=True)
-    return int(error.exit_code)
+    return code

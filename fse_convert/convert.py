@@ -13,14 +13,11 @@ import fse_convert
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.jobs import Job, run_jobs
 from fse_convert.checkpoint.ranges import Link, carry
-from fse_convert.checkpoint.source import CONFIG, INDEX, SIDECAR, Checkpoint
+from fse_convert.checkpoint.source import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.transaction import Staging
-from fse_convert.errors import InvalidCheckpoint
-from fse_convert.models.describe import Description
 from fse_convert.originals import encode_json
 from fse_convert.plan import LAYOUT, LAYOUT_VERSION, ConfigEdit, Plan, ShardPlan, SidecarPlan
-from fse_convert.planning import f32_scales
-from fse_convert.rewrite import e8m0_bytes, one_thread, reading, write_shard, write_sidecar
+from fse_convert.rewrite import one_thread, reading, write_shard, write_sidecar
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +44,6 @@ class Written:
 
 
 Observer = Callable[[Event], None]
-
-
-def inexact_scales(checkpoint: Checkpoint, folder: LocalFolder, description: Description) -> dict[str, str]:
-    """Read the F32 scales of all shared experts and name those that E8M0 cannot hold, with the value found."""
-    found: dict[str, str] = {}
-    with reading(folder, checkpoint.shards) as reader:
-        for info in f32_scales(description):
-            try:
-                e8m0_bytes(reader.rows(info, 0, info.shape[0], None), info)
-            except InvalidCheckpoint as e:
-                found[info.name] = e.problems[0].message
-    return found
 
 
 def write_output(plan: Plan, folder: LocalFolder, staging: Staging, link: Link, workers: int, observe: Observer) -> Written:

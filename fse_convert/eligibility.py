@@ -12,10 +12,11 @@ from enum import Enum
 from typing import Any
 
 from fse_convert.fusion.aiter import AiterQuestion, ask_aiter, doubts, judge_decoder_layer, judge_model, judge_mtp_layer
-from fse_convert.fusion.megamoe import kernel_verdict, native_verdict
+from fse_convert.fusion.megamoe import target_verdict
 from fse_convert.fusion.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
+from fse_convert.fusion.scales import UNREAD, Scales, f32_scales, with_scales
 from fse_convert.fusion.targets import TARGETS, Target
-from fse_convert.fusion.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.fusion.verdict import Outcome, Reason, Verdict, whole
 from fse_convert.models.describe import Description, LayerDescription
 from fse_convert.models.moe import LayerKind, Role
 from fse_convert.quantization.config import Quantization, read_quantization
@@ -99,8 +100,8 @@ class Answer:
         return self.fused and not self.objections
 
 
-UNSAFE = frozenset({"aiter-storage-differs"})
-"""Codes of notes by which a server that fuses would do the wrong thing."""
+UNSAFE = frozenset({"aiter-storage-differs", "scale-f32-unread", "scale-f32-rounded"})
+"""Codes of notes by which a server that fuses does the wrong thing, or may do it for all that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +112,14 @@ class Subject:
     quant_config: Mapping[str, Any] | None
     quantization: Quantization
     description: Description
+    scales: Scales = UNREAD
 
 
-def subject(config: Mapping[str, Any], quant_config: Mapping[str, Any] | None, description: Description) -> Subject:
-    """Put together what the rules look at."""
-    return Subject(config, quant_config, read_quantization(config, quant_config), description)
+def subject(
+    config: Mapping[str, Any], quant_config: Mapping[str, Any] | None, description: Description, scales: Scales = UNREAD
+) -> Subject:
+    """Put together what the rules look at. ``scales``: what reading the F32 scales showed, if they were read."""
+    return Subject(config, quant_config, read_quantization(config, quant_config), description, scales)
 
 
 def judge(checkpoint: Subject) -> tuple[Answer, ...]:
@@ -137,24 +141,28 @@ def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
 def _native(checkpoint: Subject, target: Target) -> Answer:
     """A bare contract is judged by the kernel alone, at the stored widths and formats."""
     layers = checkpoint.description.layers
-    if target.engine == "contract":
-        verdicts = tuple(kernel_verdict(d, target.contract, target.pairings) for d in layers)
-    else:
-        verdicts = tuple(native_verdict(d, target, checkpoint.config) for d in layers)
+    verdicts = tuple(target_verdict(d, target, checkpoint.config) for d in layers)
+    notes = _scale_notes(checkpoint, target, verdicts)
+    if target.is_contract:
+        verdicts = tuple(with_scales(d, v, checkpoint.scales) for d, v in zip(layers, verdicts, strict=True))
     row = (target.engine, target.release, target.needs, target.source)
-    return Answer(target.name, Question.NATIVE, *row, verdicts, whole(verdicts), _inexact_notes(layers, verdicts))
+    return Answer(target.name, Question.NATIVE, *row, verdicts, whole(verdicts), notes)
 
 
-def _inexact_notes(layers: tuple[LayerDescription, ...], verdicts: tuple[Verdict, ...]) -> tuple[Reason, ...]:
-    f32 = [d for d, v in zip(layers, verdicts, strict=True) if v.fused and d.shared and _has_f32_scales(d)]
-    if not f32:
-        return ()
-    message = f"F32 scales in {len(f32)} layers fit only where every one is a power of two; headers cannot tell"
-    return (Reason("scale-f32-unread", message, "fse-convert CHECKPOINT OUT --dry-run reads them"),)
-
-
-def _has_f32_scales(layer: LayerDescription) -> bool:
-    return layer.shared is not None and any(f.scale_dtype == "F32" for f in layer.shared.formats.values())
+def _scale_notes(checkpoint: Subject, target: Target, verdicts: tuple[Verdict, ...]) -> tuple[Reason, ...]:
+    """F32 scales of fused layers: those that nobody read, and those that a server would round."""
+    layers = [d for d, v in zip(checkpoint.description.layers, verdicts, strict=True) if v.fused and f32_scales(d)]
+    unread = [d for d in layers if any(t.name not in checkpoint.scales.read for t in f32_scales(d))]
+    unread = [d for d in unread if not checkpoint.scales.inexact_of(d)]
+    rounded = [d for d in layers if checkpoint.scales.inexact_of(d)] if not target.is_contract else []
+    notes = []
+    if unread:
+        message = f"F32 scales in {len(unread)} layers fit only where every one is a power of two; headers cannot tell"
+        notes.append(Reason("scale-f32-unread", message, "fse-convert CHECKPOINT OUT --dry-run reads them"))
+    if rounded:
+        message = f"{target.title} rounds the F32 scales of {len(rounded)} layers to powers of two while loading"
+        notes.append(Reason("scale-f32-rounded", message, "the result is not that of the checkpoint's own weights"))
+    return tuple(notes)
 
 
 def _aiter(checkpoint: Subject, target: AiterTarget) -> Answer:
@@ -205,15 +213,3 @@ def _storage_notes(layers: tuple[LayerDescription, ...], verdicts: tuple[Verdict
         f"the config calls routed and shared experts alike, but they are stored otherwise in {len(apart)} layers, {apart[0]} first"
     )
     return (Reason("aiter-storage-differs", message, "vLLM would fuse and then fail to load, or load wrongly"),)
-
-
-def whole(verdicts: tuple[Verdict, ...]) -> Verdict:
-    """The model's verdict where each layer stands for itself: fused when all are, else the first worst, with every reason."""
-    if not verdicts:
-        return Verdict(Outcome.UNFUSED, (Reason("no-moe-layers", "there is no layer with experts"),))
-    order = (Outcome.ERROR, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNFUSED)
-    found = {v.outcome for v in verdicts}
-    worst = next((outcome for outcome in order if outcome in found), None)
-    if worst is None:
-        return FUSED
-    return Verdict(worst, tuple(dict.fromkeys(r for v in verdicts for r in v.reasons)))

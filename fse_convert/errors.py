@@ -14,8 +14,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     INVALID = 3
     ENVIRONMENT = 4
-    INTERRUPTED = 5
     LOCKED = 6
+    BUG = 70
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +85,13 @@ class NotServable(FseConvertError):
     def __init__(self, *problems: Problem) -> None:
         super().__init__(*problems)
         self.args = ("\n".join(f"{p} [{p.code}]" + (f"; {p.hint}" if p.hint else "") for p in problems),)
+
+
+class Interrupted(FseConvertError):
+    """A signal stopped the program; it exits with 128 and the signal's number."""
+
+
+class Bug(FseConvertError):
+    """Something that no input should lead to."""
+
+    exit_code = ExitCode.BUG

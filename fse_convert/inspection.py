@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.source import Checkpoint, Reading, read_checkpoint
+from fse_convert.conflicts import header_conflicts
 from fse_convert.costs import Costs, Serving, costs
 from fse_convert.eligibility import ALL_TARGETS, Answer, Subject, judge, subject
 from fse_convert.errors import ExitCode, Problem, UsageError
@@ -16,7 +17,6 @@ from fse_convert.fusion.targets import CONTRACTS, find_target
 from fse_convert.models.describe import KERNEL_TENSOR, NOT_UNDERSTOOD, Description, describe
 from fse_convert.plan import Options
 from fse_convert.planning import needed_width
-from fse_convert.quantization.conflicts import header_conflicts
 from fse_convert.recommendation import Advice, advise
 
 

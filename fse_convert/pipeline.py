@@ -20,7 +20,8 @@ from fse_convert.manifest import finish, manifest
 from fse_convert.models.describe import describe
 from fse_convert.originals import encode_json
 from fse_convert.plan import Options, Plan
-from fse_convert.planning import f32_scales, make_plan
+from fse_convert.planning import make_plan
+from fse_convert.contents import read_contents
 from fse_convert.verify.findings import Level
 
 if TYPE_CHECKING:
@@ -53,20 +54,16 @@ class Request:
 
 
 def plan_conversion(source: Path, options: Options) -> tuple[Plan, LocalFolder]:
-    """Read a checkpoint's headers and plan its conversion; torch is imported only if F32 scales must be looked at.
+    """Read a checkpoint's headers, its F32 scales and what stands beside config.json, and plan its conversion, without torch.
 
     Raises InvalidCheckpoint, NotConvertible, EnvironmentFailure.
     """
-    folder = LocalFolder(source)
     with environment(source):
+        folder = LocalFolder(source)
         checkpoint = open_checkpoint(folder)
         description = describe(checkpoint)
-        inexact = {}
-        if f32_scales(description) and not description.problems:
-            from fse_convert.convert import inexact_scales
-
-            inexact = inexact_scales(checkpoint, folder, description)
-    return make_plan(checkpoint, description, options, inexact), folder
+        contents = read_contents(checkpoint, folder, description)
+    return make_plan(checkpoint, description, options, contents), folder
 
 
 @contextmanager

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from fse_convert.checkpoint.header import LENGTH_BYTES, METADATA, TensorInfo
 from fse_convert.checkpoint.source import Checkpoint, Shard
+from fse_convert.fusion.scales import UNREAD, Scales
 from fse_convert.fusion.targets import Contract, Target, needed_contract
-from fse_convert.fusion.verdict import Verdict
+from fse_convert.fusion.verdict import Verdict, whole
 from fse_convert.models.describe import Description, ExpertGroup, LayerDescription
 from fse_convert.models.moe import Expert
 from fse_convert.quantization.formats import NaN
@@ -45,6 +46,17 @@ class Options:
     def contract(self) -> Contract:
         """The kernel contract that the output must meet."""
         return needed_contract(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What only files and tensors say, not headers.
+
+    ``scales``: what the F32 scales showed. ``widths``: the width of an expert that a JSON file beside config.json states, by its name.
+    """
+
+    scales: Scales = UNREAD
+    widths: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +188,15 @@ class ConfigEdit:
 
 @dataclass(frozen=True, slots=True)
 class LayerVerdict:
-    """A layer's verdict by the contract, at the widths that the output has."""
+    """What comes of a layer, by two questions that are never mixed.
+
+    ``verdict``: whether it fits the kernel contract at the width of ``fse/``, which decides what is written there and what is refused.
+    ``server``: what the target makes of it as the output's standard layout holds it, which is what `inspect` says of the output.
+    """
 
     layer: LayerDescription
     verdict: Verdict
+    server: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +204,7 @@ class Plan:
     """Everything that a conversion will do.
 
     ``width``: of one expert in the source and in the output (for the kernel layout; the standard layout has ``main_width``).
+    ``contents``: what was read of files and tensors beyond headers.
     """
 
     checkpoint: Checkpoint
@@ -199,6 +217,7 @@ class Plan:
     shards: tuple[ShardPlan, ...]
     sidecar: tuple[SidecarPlan, ...]
     config_edits: tuple[ConfigEdit, ...]
+    contents: Contents = field(default_factory=Contents)
 
     @property
     def padded(self) -> bool:
@@ -212,8 +231,13 @@ class Plan:
 
     @property
     def fused_layers(self) -> int:
-        """How many layers the contract fuses."""
+        """How many layers fit the contract: those are written to ``fse/``."""
         return sum(v.verdict.fused for v in self.verdicts)
+
+    @property
+    def server(self) -> Verdict:
+        """What the target makes of the output's standard layout as a whole."""
+        return whole(tuple(v.server for v in self.verdicts))
 
 
 def encode_header(entries: Mapping[str, object], metadata: Mapping[str, str]) -> bytes:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any
 
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.source import SIDECAR, Checkpoint, Shard
 from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem
-from fse_convert.fusion.megamoe import Widths, kernel_verdict
-from fse_convert.fusion.targets import Contract
-from fse_convert.fusion.verdict import Outcome, Reason, Verdict
+from fse_convert.fusion.megamoe import Widths, kernel_verdict, target_verdict
+from fse_convert.fusion.scales import INEXACT, UNREAD, Scales, with_scales
+from fse_convert.fusion.targets import Contract, Target, width_multiple
+from fse_convert.fusion.verdict import Reason, Verdict
 from fse_convert.layout.sizes import ceil_div, round_up
-from fse_convert.models.describe import KERNEL_TENSOR, LOAD_CONFLICTS, Description, LayerDescription
+from fse_convert.models.describe import LOAD_CONFLICTS, Description, LayerDescription, kernel_tensors
 from fse_convert.models.families import FAMILIES
 from fse_convert.models.moe import LayerKind, Role
 from fse_convert.plan import (
     LAYOUT,
     LAYOUT_VERSION,
     ConfigEdit,
+    Contents,
     Experts,
     Growth,
     KernelTensor,
@@ -41,36 +44,65 @@ PACKED_K = 128
 """K elements per int32 word of packed scales."""
 
 
-def make_plan(checkpoint: Checkpoint, description: Description, options: Options, inexact: Mapping[str, str] | None = None) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is decided before any shard is looked at: widths, verdicts and config edits."""
+
+    n_shared: int
+    source_width: int
+    width: int
+    verdicts: tuple[LayerVerdict, ...]
+    edits: tuple[ConfigEdit, ...]
+
+
+def make_plan(checkpoint: Checkpoint, description: Description, options: Options, contents: Contents | None = None) -> Plan:
     """Decide what to write.
 
-    ``inexact``: names of F32 scale tensors that hold a value E8M0 cannot, with what was found; known only to whoever read the data.
+    ``contents``: what was read beyond headers; known only to whoever read the data.
     Raises InvalidCheckpoint for what is broken or not understood, NotConvertible for layers that would not fuse.
     """
+    contents = contents or Contents()
+    d = decide(checkpoint, description, options, contents.scales)
+    padded = options.experts is Experts.ALL and d.width != d.source_width
+    growing = _growing(description, d.width, d.n_shared) if padded else {}
+    shards = tuple(_shard_plan(s, growing) for s in checkpoint.shards)
+    sidecar = _sidecar([v.layer for v in d.verdicts if v.verdict.fused], d.n_shared * d.width, options.contract)
+    decided = (d.n_shared, d.source_width, d.width, d.verdicts)
+    return Plan(checkpoint, description, options, *decided, shards, sidecar, d.edits, contents)
+
+
+def decide(checkpoint: Checkpoint, description: Description, options: Options, scales: Scales = UNREAD) -> Decision:
+    """Decide whether a conversion can run as asked, and at which width; raises as `make_plan` does."""
     _check_understood(checkpoint, description)
     source_width, n_shared = _widths(description)
     width = needed_width(description, options, source_width)
+    main = width if options.experts is Experts.ALL else source_width
     verdicts = tuple(
-        LayerVerdict(d, _judge(d, options, Widths(width, n_shared * width), inexact or {})) for d in description.layers
+        LayerVerdict(
+            d,
+            with_scales(d, kernel_verdict(d, options.contract, options.target.pairings, Widths(width, n_shared * width)), scales),
+            _standard_verdict(d, options.target, checkpoint.config, Widths(main, n_shared * main), scales),
+        )
+        for d in description.layers
     )
-    _check_verdicts(verdicts, options)
-    growing = _growing(description, width, n_shared) if options.experts is Experts.ALL and width != source_width else {}
-    shards = tuple(_shard_plan(s, growing) for s in checkpoint.shards)
-    sidecar = _sidecar([v.layer for v in verdicts if v.verdict.fused], n_shared * width, options.contract)
-    edits = _config_edits(checkpoint.config, description, source_width, width, n_shared) if growing else ()
-    if growing:
+    _check_verdicts(verdicts, options, scales)
+    edits: tuple[ConfigEdit, ...] = ()
+    if main != source_width:
+        edits = _config_edits(checkpoint.config, description, source_width, width, n_shared)
         _check_edits(checkpoint.config, description, edits)
-    return Plan(checkpoint, description, options, n_shared, source_width, width, verdicts, shards, sidecar, edits)
+    return Decision(n_shared, source_width, width, verdicts, edits)
 
 
 def needed_width(description: Description, options: Options, source_width: int) -> int:
-    """Smallest width that the contract, the scale blocks and the tensor-parallel size accept, at least the source's."""
-    granularity = 1
+    """Smallest width that contract, server, scale blocks and tensor-parallel size accept, at least the source's."""
+    granularity, multiple = 1, options.contract.width_multiple
     for layer in description.layers:
+        if layer.routed:
+            multiple = lcm(multiple, width_multiple(options.target, layer.routed.formats[Role.GATE].kind))
         for group in (layer.routed, layer.shared):
             if group:
                 granularity = lcm(granularity, *(_width_block(r, f) for r, f in group.formats.items()))
-    return round_up(source_width, lcm(options.contract.width_multiple, granularity * options.tp))
+    return round_up(source_width, lcm(multiple, granularity * options.tp))
 
 
 def _width_block(role: Role, f: Format) -> int:
@@ -81,7 +113,7 @@ def _width_block(role: Role, f: Format) -> int:
 
 def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
     problems = [*description.problems, *(c for c in description.conflicts if c.code in LOAD_CONFLICTS)]
-    kernel = [n for n in checkpoint.tensors if KERNEL_TENSOR.search(n)]
+    kernel = kernel_tensors(checkpoint.tensors)
     if kernel:
         problems.append(Problem("already-converted", "tensors in the kernel layout", kernel[0], "convert the original checkpoint"))
     if description.family is None:
@@ -115,16 +147,15 @@ def _widths(description: Description) -> tuple[int, int]:
     return widths[0], int(ratio)
 
 
-def _judge(layer: LayerDescription, options: Options, widths: Widths, inexact: Mapping[str, str]) -> Verdict:
-    verdict = kernel_verdict(layer, options.contract, options.target.pairings, widths)
-    if not verdict.fused or layer.shared is None:
-        return verdict
-    parts = [t for p in layer.shared.experts[0].projections.values() for t in p.parts.values() if t.name in inexact]
-    reasons = tuple(Reason("scale-inexact", f"{t.name}: {inexact[t.name]}", "requantise to E8M0 scales first") for t in parts)
-    return Verdict(Outcome.UNFUSED, reasons) if reasons else verdict
+def _standard_verdict(
+    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: Widths, scales: Scales
+) -> Verdict:
+    """Judge a layer of the output's standard layout as `fse_convert.eligibility` judges that folder."""
+    verdict = target_verdict(layer, target, config, widths)
+    return with_scales(layer, verdict, scales) if target.is_contract else verdict
 
 
-def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options) -> None:
+def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, scales: Scales) -> None:
     for kind in LayerKind:
         states = [v for v in verdicts if v.layer.layer.kind is kind]
         fused = [v for v in states if v.verdict.fused]
@@ -133,23 +164,28 @@ def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options) -> Non
             counts = f"{len(fused)} of {len(states)} {kind.value} layers would fuse"
             message = f"the layers disagree: {counts}, these not: {_layer_list(odd)}"
             hint = "servers fuse all layers of a model or none (vllm-project/vllm#51695)"
-            raise NotConvertible(Problem("layers-mixed", message, hint=hint), *_unfused_problems(odd))
+            raise NotConvertible(Problem("layers-mixed", message, hint=hint), *_unfused_problems(odd, scales))
     unfused = [v for v in verdicts if not v.verdict.fused]
     if unfused and not options.allow_unfused:
-        problems = _unfused_problems(unfused)
+        message = f"{len(unfused)} of {len(verdicts)} layers do not fit {options.contract.name}, they would not fuse"
         hint = "--allow-unfused writes such layers in the standard layout only"
-        raise NotConvertible(
-            *problems, Problem("not-fusable", f"{len(unfused)} of {len(verdicts)} layers would not fuse", hint=hint)
-        )
+        raise NotConvertible(Problem("not-fusable", message, hint=hint), *_unfused_problems(unfused, scales))
 
 
-def _unfused_problems(unfused: list[LayerVerdict]) -> list[Problem]:
-    """One problem per distinct reason, naming the layers that have it."""
+def _unfused_problems(unfused: list[LayerVerdict], scales: Scales) -> list[Problem]:
+    """One problem per distinct reason, naming the layers that have it, and of inexact scales one value."""
     by_reason: dict[Reason, list[LayerVerdict]] = {}
     for v in unfused:
         for reason in v.verdict.reasons:
             by_reason.setdefault(reason, []).append(v)
-    return [Problem(r.code, r.message, _layer_list(vs), r.hint) for r, vs in by_reason.items()]
+    return [Problem(r.code, _message(r, vs, scales), _layer_list(vs), r.hint) for r, vs in by_reason.items()]
+
+
+def _message(reason: Reason, verdicts: list[LayerVerdict], scales: Scales) -> str:
+    if reason.code != INEXACT:
+        return reason.message
+    name = scales.inexact_of(verdicts[0].layer)[0]
+    return f"F32 scales are no powers of two in {len(verdicts)} layers, e.g. {name}: {scales.inexact[name]}"
 
 
 def _layer_list(verdicts: list[LayerVerdict]) -> str:
@@ -268,14 +304,3 @@ def _check_edits(config: Mapping[str, Any], description: Description, edits: Ite
             what = f"there is no {key}" if stated is None else f"{key} is {stated!r}"
             message = f"{what}: padding needs one number to edit, or the output would not load"
             raise NotConvertible(Problem("config-key", message, "config.json", "write the width there as one integer"))
-
-
-def f32_scales(description: Description) -> list[TensorInfo]:
-    """The F32 scales of shared experts, whose values decide whether they fit into E8M0."""
-    return [
-        projection.parts[f.scale]
-        for layer in description.layers
-        if layer.shared
-        for role, projection in layer.shared.experts[0].projections.items()
-        if (f := layer.shared.formats[role]).scale and f.kind is Kind.FP8_BLOCK and f.scale_dtype == "F32"
-    ]

@@ -44,9 +44,7 @@ def advise(checkpoint: Subject, answers: Sequence[Answer], widths: Mapping[str, 
     return Advice(tuple(sentences), command, gain)
 
 
-def _gain(
-    checkpoint: Subject, native: Mapping[str, Answer], rows: Sequence[Target], widths: Mapping[str, int]
-) -> Gain | None:
+def _gain(checkpoint: Subject, native: Mapping[str, Answer], rows: Sequence[Target], widths: Mapping[str, int]) -> Gain | None:
     """Find the targets for which padding changes something; the widest contract among them is the one to convert for."""
     fuses, runs = [], []
     for target in rows:
@@ -100,7 +98,9 @@ def _none(native: Mapping[str, Answer], rows: Sequence[Target]) -> str:
     if all(r.code == "model-unsupported" for _, r in reasons):
         return "No server release that is known here has a MegaMoE path for this model."
     target, reason = next((t, r) for t, r in reasons if r.code != "model-unsupported")
-    return f"No server release that is known here fuses this checkpoint as it is; {target.engine} {target.release}: {reason.message}."
+    return (
+        f"No server release that is known here fuses this checkpoint as it is; {target.engine} {target.release}: {reason.message}."
+    )
 
 
 def _padding_sentence(gain: Gain, rows: Sequence[Target], *, only: bool) -> str:

@@ -80,6 +80,13 @@ def edit_config(root: Path, change: Callable[[dict[str, object]], None]) -> None
     (root / "config.json").write_text(json.dumps(config))
 
 
+def edit_index(root: Path, change: Callable[[dict[str, object]], None]) -> None:
+    path = root / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
 def width(config: dict[str, object]) -> None:
     config["text_config"]["moe_intermediate_size"] = 400  # type: ignore[index]
 
@@ -120,6 +127,8 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config-width": (lambda r: edit_config(r, width), "config.json"),
     "family-unknown": (lambda r: edit_config(r, lambda c: c.update(model_type="x", text_config={})), "config.json"),
     "layers-mixed": (lambda r: [unquantise(r, f"{SHARED}.w{p}") for p in (1, 2, 3)], "layers.1.ffn"),
+    "index-invalid": (lambda r: edit_index(r, lambda i: i.update(metadata=["x"])), "model.safetensors.index.json"),
+    "family-unknown list": (lambda r: edit_config(r, lambda c: c.update(model_type=["x"], text_config={})), "config.json"),
     "json-invalid": (lambda r: (r / "config.json").write_text("[]"), "config.json"),
 }
 
@@ -231,6 +240,38 @@ def test_overwrite_never_replaces_what_is_not_ours(made: Make, tmp_path: Path, r
     assert (out / "thesis.txt").read_text() == "years of work"
 
 
+def test_output_without_a_name(made: Make, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for out in (".", ".."):
+        code, _, err = run(made(), out, "--overwrite")
+        assert code == 2
+        assert "error[output-unnamed]" in err
+
+
+def test_output_that_is_a_mount_point(made: Make, run: Run) -> None:
+    """A container's volume: staging would fill the wrong disk, and the rename could only fail."""
+    place = Path("/dev/shm")
+    if not place.is_mount() or any(place.iterdir()):
+        place = next((p for p in map(Path, ("/proc", "/sys")) if p.is_mount()), place)
+    code, _, err = run(made(), place, "--overwrite")
+    assert code == 2
+    assert "error[output-mounted]" in err or "error[output-foreign]" in err
+
+
+def test_an_unexpected_failure_is_one_message_and_a_code_of_its_own(
+    made: Make, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fse_convert import pipeline
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr(pipeline, "plan_conversion", broken)
+    code, text, err = run(made(), tmp_path / "out", "--json")
+    assert code == json.loads(text)["exit_code"] == 70
+    assert "error[bug]: RuntimeError: surprise" in err
+
+
 def test_no_room_on_the_disk_is_seen_before_writing(made: Make, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 10**6))
@@ -274,4 +315,4 @@ def test_help_needs_no_torch_and_lists_exit_codes() -> None:
         "try: main()\nexcept SystemExit: pass\nassert not {'torch', 'rich', 'safetensors'} & set(sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "130, 143  stopped by SIGINT, SIGTERM" in result.stdout
+    assert "130, 143, 129  stopped by SIGINT, SIGTERM, SIGHUP" in result.stdout

@@ -108,7 +108,7 @@ def check_kernel(root: Path, out: Path, width: int, shared: int = 1) -> int:
             scale = ue8m0.expand(scale, n, k, block, block)
             n2, k2 = (n, size) if p in ("w2", "down_proj") else (size, k)
             weights.append(torch.nn.functional.pad(weight, (0, k2 - k, 0, n2 - n)))
-            scales.append(torch.nn.functional.pad(scale, (0, (k2 - k) // 32, 0, n2 - n), value=127))
+            scales.append(torch.nn.functional.pad(scale, (0, k2 // 32 - scale.shape[1], 0, n2 - n), value=127))
         got = {p: kernel[f"{layer}.shared_{p}"] for p in ("l1_weight", "l1_weight_scale", "l2_weight", "l2_weight_scale")}
         assert torch.equal(got["l1_weight"], megamoe.interleave(*weights[:2]))
         assert torch.equal(got["l1_weight_scale"], megamoe.l1_scale(*scales[:2]).view(torch.uint8))
@@ -151,11 +151,12 @@ def test_two_shared_experts_are_one_mlp_padded_at_its_end(made: Make, tmp_path: 
     check_kernel(root, out, 512, shared=2)
 
 
-def test_a_width_with_a_partial_last_block(made: Make, tmp_path: Path, run: Run) -> None:
-    """448 = 3.5 x 128: the last block's scale row covers padding too, so fewer scale rows are added than blocks of padding."""
-    root, out = made("v4-flash", width=448), tmp_path / "out"
+@pytest.mark.parametrize(("kind", "width"), [("v4-flash", 448), ("v4-flash", 400), ("v4.1-flash", 400), ("v4-flash-base", 200)])
+def test_a_width_with_a_partial_last_block(kind: str, width: int, made: Make, tmp_path: Path, run: Run) -> None:
+    """448 = 3.5 x 128, 400 = 12.5 x 32: the last block's scale covers padding too, so fewer scales are added than blocks."""
+    root, out = made(kind, width=width), tmp_path / "out"
     assert run(root, out)[0] == 0
-    check_standard(root, out, 448, 512)
+    check_standard(root, out, width, 512)
     check_kernel(root, out, 512)
 
 

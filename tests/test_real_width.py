@@ -56,3 +56,14 @@ def test_megamoe_128_takes_the_real_width_as_it_is(tmp_path: Path, digest: Calla
     assert "width 2304, nothing to pad; 1 of 1 MoE layers fuse" in text
     assert {n: d for n, d in digest(tmp_path / "out").items() if not n.startswith("fse/")} == digest(root)
     assert check_kernel(root, tmp_path / "out", 2304) == 1
+
+
+def test_memory_at_the_largest_size_there_is(tmp_path: Path) -> None:
+    """DeepSeek-V4-Pro's experts, hidden 7168 and width 3072: the default command with its proofs keeps to the limit."""
+    from make_checkpoint import make_checkpoint
+
+    root = make_checkpoint(tmp_path / "source", "v4-pro", layers=3, experts=2)
+    text, peak = convert(root, tmp_path / "out")
+    print(f"peak memory above torch at V4-Pro's size: {peak >> 20} MiB")
+    assert "numerics: passed" in text
+    assert peak < LIMIT

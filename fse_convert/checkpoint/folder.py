@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem
 
@@ -67,14 +68,16 @@ class LocalFolder:
     def _scan(self) -> tuple[dict[str, Stamp], list[str]]:
         files: dict[str, Stamp] = {}
         odd: list[str] = []
-        for folder, names, leaves in os.walk(self.root):
+        for folder, names, leaves in os.walk(self.root, onerror=_refuse):
             odd += [_relative(folder, n, self.root) for n in names if (Path(folder) / n).is_symlink()]
             names[:] = sorted(n for n in names if n not in SKIPPED_FOLDERS and not (Path(folder) / n).is_symlink())
             for leaf in leaves:
                 name = _relative(folder, leaf, self.root)
                 try:
                     info = os.stat(self.root / name)
-                except OSError:
+                except OSError as e:
+                    if e.errno not in (errno.ENOENT, errno.ELOOP):
+                        raise
                     odd.append(name)
                     continue
                 if stat.S_ISREG(info.st_mode):
@@ -119,6 +122,11 @@ class LocalFolder:
         with self.path(name).open("rb") as f:
             f.seek(offset)
             return f.read(-1 if length is None else length)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    """A folder that cannot be listed is no folder without files."""
+    raise error
 
 
 def _relative(folder: str, leaf: str, root: Path) -> str:

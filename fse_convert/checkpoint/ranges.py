@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 
 FICLONE = 0x40049409
 """Linux ioctl that makes one file share another's blocks, on file systems that can (btrfs, xfs)."""
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
 STEP = 64 << 20
 """Bytes per copy_file_range call, so that progress is seen and signals are served."""
 BUFFER = 8 << 20
@@ -69,15 +72,28 @@ def carry(source: Path, target: Path, link: Link, progress: Callable[[int], None
     try:
         dst = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            if link is Link.AUTO and _clone(src, dst):
-                return "clone"
-            copy_range(src, dst, 0, os.fstat(src).st_size, progress)
+            cloned = link is Link.AUTO and _clone(src, dst)
+            if not cloned:
+                copy_range(src, dst, 0, os.fstat(src).st_size, progress)
             os.fsync(dst)
-            return "copy"
+            return "clone" if cloned else "copy"
         finally:
             os.close(dst)
     finally:
         os.close(src)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two paths in one step; False where the kernel or the file system cannot (renameat2 with RENAME_EXCHANGE)."""
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if swap is None:
+        return False
+    if swap(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in NOT_HERE:
+        return False
+    raise OSError(number, os.strerror(number), str(b))
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:

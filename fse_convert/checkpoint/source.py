@@ -139,7 +139,7 @@ class _Opening:
         tensors = self._tensors(shards)
         if weight_map is not None:
             self._check_index(weight_map, tensors, {s.name for s in shards})
-        metadata = index.get("metadata") if index else None
+        metadata = self._metadata(index)
         if not self.problems:
             self._check_total(metadata, shards)
         if self.folder.odd:
@@ -152,6 +152,15 @@ class _Opening:
         lost = set(unread)
         absent = tuple(t for t, n in weight_map.items() if n in lost) if lost and weight_map is not None else None
         return Reading(checkpoint, tuple(self.problems), unread, absent if lost else (), MANIFEST in self.files)
+
+    def _metadata(self, index: dict[str, Any] | None) -> dict[str, Any] | None:
+        metadata = index.get("metadata") if index else None
+        if metadata is not None and not isinstance(metadata, dict):
+            self._problem(
+                "index-invalid", f"metadata is a JSON {type(metadata).__name__}, expected an object", INDEX, "download it again"
+            )
+            return None
+        return metadata
 
     def _problem(self, code: str, message: str, where: str, hint: str = "") -> None:
         self.problems.append(Problem(code, message, where, hint))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fse_convert.checkpoint.journal import Journal, differences, read_journal
-from fse_convert.checkpoint.ranges import write_all
+from fse_convert.checkpoint.ranges import exchange, write_all
 from fse_convert.checkpoint.source import MANIFEST, some
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Locked, Problem, UsageError
 
@@ -36,8 +36,9 @@ class Staging:
         self.journal = Journal(self.root / "journal", {}, {})
 
     def held(self) -> int:
-        """Bytes that files of an unfinished run already take."""
-        return sum(os.lstat(os.path.join(f, n)).st_size for f, _, names in os.walk(self.folder) for n in names)
+        """Bytes that files of an unfinished run already take; hard links take none."""
+        found = (os.lstat(os.path.join(f, n)) for f, _, names in os.walk(self.folder) for n in names)
+        return sum(info.st_size for info in found if info.st_nlink == 1)
 
     def path(self, name: str) -> Path:
         """Path of an output file while it is being made; its folders exist afterwards, and no file of that name."""
@@ -60,6 +61,10 @@ class Staging:
         for folder, _, _ in os.walk(self.folder, topdown=False):
             sync_folder(Path(folder))
         replaced = self.out.exists()
+        if replaced and exchange(self.folder, self.out):
+            sync_folder(self.out.parent)
+            _remove(self.root)
+            return
         if replaced:
             os.rename(self.out, self.old)
         try:
@@ -151,6 +156,8 @@ def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
 
     ``overwrite`` replaces an empty folder or an output of this tool, nothing else.
     """
+    if out.name in ("", ".."):
+        raise UsageError(Problem("output-unnamed", "the output needs a name of its own", str(out), "give the name of a new folder"))
     real_source, real_out = source.resolve(), out.resolve()
     if real_out == real_source or real_source in real_out.parents or real_out in real_source.parents:
         message = f"the output must lie apart from the source {source}"
@@ -164,6 +171,9 @@ def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
         raise UsageError(
             Problem("output-foreign", "--overwrite replaces only an output of fse-convert or an empty folder", str(out), hint)
         )
+    if os.stat(out).st_dev != os.stat(out.parent).st_dev:
+        message = "a file system is mounted here: it cannot be replaced by a rename"
+        raise UsageError(Problem("output-mounted", message, str(out), "give a folder inside of it"))
 
 
 def check_space(out: Path, needed: int) -> None:

@@ -79,6 +79,16 @@ def native_verdict(layer: LayerDescription, target: Target, config: Mapping[str,
     )
 
 
+def target_verdict(layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: Widths | None = None) -> Verdict:
+    """Judge a layer by a row of the table: a bare contract by the kernel alone, a server by all that it asks.
+
+    ``widths``: those that the standard layout has after padding; the layer's own without them.
+    """
+    if target.is_contract:
+        return kernel_verdict(layer, target.contract, target.pairings, widths)
+    return native_verdict(layer, target, config, widths)
+
+
 def _verdict(*reasons: Reason) -> Verdict:
     """Not fused for one reason per code, the first of each; fused without any."""
     first: dict[str, Reason] = {}
@@ -104,7 +114,8 @@ def _groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] | Verdic
     if layer.routed is None:
         return Verdict(Outcome.UNFUSED, (Reason("no-routed-experts", "the layer has no routed experts to fuse into"),))
     if layer.layer.gate_tensor:
-        reason = Reason("shared-gated", f"{layer.layer.gate_tensor} scales the shared output; the kernel adds it with weight 1")
+        message = "the shared expert has a gate of its own that scales its output; the kernel adds it with weight 1"
+        reason = Reason("shared-gated", message)
         return Verdict(Outcome.UNFUSED, (reason,))
     return layer.routed, layer.shared
 

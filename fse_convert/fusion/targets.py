@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import lcm
 
 from fse_convert.quantization.formats import E8M0_DTYPES, Kind
 
@@ -53,6 +54,10 @@ VLLM_0_33_CLASS: Pairings = {**FP8_SHARED, Kind.NVFP4: (Kind.FP8_BLOCK, Kind.PLA
 """All that vLLM 0.33's class could do (deep_gemm_mega_moe.py:142-185); no model of that release asks for the last two."""
 
 
+CONTRACT = "contract"
+"""The engine of rows that are bare contracts."""
+
+
 @dataclass(frozen=True)
 class ConfigRule:
     """A key of config.json that must have one of some values, if it is there at all."""
@@ -90,6 +95,16 @@ class Target:
     rules: tuple[ConfigRule, ...] = ()
     needs: str = ""
 
+    @property
+    def is_contract(self) -> bool:
+        """Whether this is no server but a bare kernel contract."""
+        return self.engine == CONTRACT
+
+    @property
+    def title(self) -> str:
+        """The server and its release for people: ``SGLang 0.5.21``; the name of a contract."""
+        return self.name if self.is_contract else f"{self.engine} {self.release}"
+
 
 V4_ONLY = frozenset({"deepseek_v4"})
 KIMI_K3 = frozenset({"kimi_k3"})
@@ -106,7 +121,7 @@ VLLM_RULES_0_31 = (*VLLM_RULES, ConfigRule("norm_topk_prob", (True,)))
 
 def _contract_row(contract: Contract) -> Target:
     return Target(
-        contract.name, "contract", contract.kernels, contract, contract.source,
+        contract.name, CONTRACT, contract.kernels, contract, contract.source,
         pairings=FP8_SHARED, model_types=frozenset(), needs="SM100",
     )  # fmt: skip
 
@@ -165,6 +180,15 @@ def needed_contract(target: Target) -> Contract:
     A server that pads routed experts itself (vLLM 0.30, to 512) demands that width of the shared expert too.
     """
     return MEGAMOE_512 if target.routed_pad == MEGAMOE_512.width_multiple else target.contract
+
+
+def width_multiple(target: Target, routed: Kind) -> int:
+    """What one expert's width must be a multiple of in a checkpoint converted for a target, with such routed experts.
+
+    It must meet the kernel's contract, and the server's own rule for the format: SGLang takes NVFP4 at multiples of 256.
+    """
+    own, _ = target.multiples.get(routed, (1, 1))
+    return lcm(needed_contract(target).width_multiple, own)
 
 
 def find_target(name: str) -> Target | None:

@@ -42,3 +42,15 @@ class Verdict:
 
 
 FUSED = Verdict(Outcome.FUSED)
+
+
+def whole(verdicts: tuple[Verdict, ...]) -> Verdict:
+    """The model's verdict where each layer stands for itself: fused when all are, else the first worst, with every reason."""
+    if not verdicts:
+        return Verdict(Outcome.UNFUSED, (Reason("no-moe-layers", "there is no layer with experts"),))
+    order = (Outcome.ERROR, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNFUSED)
+    found = {v.outcome for v in verdicts}
+    worst = next((outcome for outcome in order if outcome in found), None)
+    if worst is None:
+        return FUSED
+    return Verdict(worst, tuple(dict.fromkeys(r for v in verdicts for r in v.reasons)))

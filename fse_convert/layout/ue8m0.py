@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fse_convert.layout.sizes import ceil_div
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -47,13 +49,13 @@ def to_fp32(scale: Tensor) -> Tensor:
 
 
 def expand(scale: Tensor, n: int, k: int, block_n: int, block_k: int) -> Tensor:
-    """Repeat block scales to one byte per row and 32 columns.
+    """Repeat block scales to one byte per row and 32 columns; a last group may be partial.
 
-    ``scale``: uint8 ``[ceil(n / block_n), ceil(k / block_k)]``. Returns uint8 ``[n, k / 32]``.
-    Raises ValueError when ``block_k`` or ``k`` is no multiple of 32 or the shape does not tile ``[n, k]``.
+    ``scale``: uint8 ``[ceil(n / block_n), ceil(k / block_k)]``. Returns uint8 ``[n, ceil(k / 32)]``.
+    Raises ValueError when ``block_k`` is no multiple of 32 or the shape does not tile ``[n, k]``.
     Rule: vLLM 0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py, ``_pack_scale``.
     """
-    if block_k % GROUP or k % GROUP:
+    if block_k % GROUP:
         raise ValueError(f"block of {block_k} columns over K = {k}: the kernel scales 32 columns at a time")
     expected = (-(-n // block_n), -(-k // block_k))
     if tuple(scale.shape) != expected:
@@ -61,4 +63,4 @@ def expand(scale: Tensor, n: int, k: int, block_n: int, block_k: int) -> Tensor:
             f"scale shape {tuple(scale.shape)} does not tile [{n}, {k}] in {block_n}x{block_k} blocks: expected {expected}"
         )
     rows = scale.repeat_interleave(block_n, 0)[:n]
-    return rows.repeat_interleave(block_k // GROUP, 1)[:, : k // GROUP].contiguous()
+    return rows.repeat_interleave(block_k // GROUP, 1)[:, : ceil_div(k, GROUP)].contiguous()

@@ -7,7 +7,7 @@ Layers come from the tensor names. Config values are hints: ``num_nextn_predict_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from fse_convert.checkpoint.source import Checkpoint, no_collection, some
@@ -91,6 +91,11 @@ class Description:
     def widths(self) -> tuple[int, ...]:
         """Distinct widths of one routed expert over all layers, ascending."""
         return tuple(sorted({d.routed.width for d in self.layers if d.routed}))
+
+
+def kernel_tensors(names: Iterable[str]) -> list[str]:
+    """Names of the kernel layout among a checkpoint's tensors."""
+    return [n for n in names if ".shared_l" in n and KERNEL_TENSOR.search(n)]
 
 
 def describe(checkpoint: Checkpoint) -> Description:

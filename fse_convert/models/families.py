@@ -269,6 +269,6 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for family in FAMILIES:
-            if place.get("model_type") in family.model_types:
+            if str(place.get("model_type")) in family.model_types:
                 return family
     return None

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.layout.sizes import ceil_div
@@ -197,7 +198,8 @@ def _fp8(
 ) -> Format:
     n, k = _matrix(info)
     tiles: dict[str, Tile | None] = {weight: Tile(1, 1, b"\0", NaN.E4M3), **scalars}
-    if s.shape in ((), (1,)):
+    one = prod(s.shape) == 1 and not (hint and _explains(hint, info, s))  # one block of a small matrix has one scale too
+    if one:
         return Format(Kind.FP8_TENSOR, (n, k), weight, info.dtype, scale, s.dtype, None, {**tiles, scale: None})
     if s.dtype not in SCALE_FILL:
         raise FormatError(

@@ -71,7 +71,7 @@ def l2_scale_bytes(down: BlockScales, words: range) -> Tensor:
     hidden, width = down.shape
     groups = _groups(words)
     row = l2_scale_rows(torch.arange(hidden))
-    found = down.at(row, groups.clamp(max=width // GROUP - 1))
+    found = down.at(row, groups.clamp(max=(width - 1) // GROUP))
     return torch.where((GROUP * groups < width)[:, None, :], found, torch.full((), ONE, dtype=torch.uint8))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.claims import Claims
 from fse_convert.models.moe import Role
-from fse_convert.verify.addresses import GROUP, BlockScales
+from fse_convert.verify.addresses import GROUP, ONE, BlockScales
 from fse_convert.verify.expected import KernelExpert, Source, kernel_experts
 from fse_convert.verify.experts import KernelLayout, SourceLayout
 from fse_convert.verify.findings import Findings, Progress, ignore
@@ -33,7 +33,11 @@ BOUND = "bit-equal, and relative L2 <= hypot(2^-4, noise / norm) + 2^-9 against 
 NO_LAYERS = "no layer has the kernel layout"
 Pair = tuple[KernelLayout, SourceLayout]
 WORKERS = max(1, min(4, os.cpu_count() or 1))
-"""Layers computed at a time; each takes about 300 MB at DeepSeek-V4.1's size."""
+"""Layers computed at a time, at most."""
+BUDGET = 448 << 20
+"""Bytes that all layers computed at a time may take."""
+BYTES_PER_ELEMENT = 24
+"""Bytes that one layer takes at its peak, per element of its down projection: weights of both sides, and sums in float64."""
 PARTS = ("shared_l1_weight", "shared_l1_weight_scale", "shared_l2_weight", "shared_l2_weight_scale")
 
 
@@ -103,13 +107,19 @@ def check_layers(
             return str(e)
 
     layers = []
-    workers = 1 if device is not None and device.type != "cpu" else WORKERS
+    workers = 1 if device is not None and device.type != "cpu" else _workers(chosen)
     with _reading(source, out) as read, one_torch_thread(), ThreadPoolExecutor(workers) as pool:
         for expert, found in zip(chosen, pool.map(check, [partial(read, e) for e in chosen]), strict=True):
             result = None if isinstance(found, str) else found
             layers.append(LayerNumerics(expert.prefix, result, found if isinstance(found, str) else found.reason))
             progress(f"numerics of {expert.prefix}", 0, True)
     return NumericsSummary(tuple(layers), total, limit)
+
+
+def _workers(experts: list[KernelExpert]) -> int:
+    """As many layers at a time as the budget of memory allows."""
+    largest = max((e.width * e.group.hidden for e in experts), default=1)
+    return max(1, min(WORKERS, BUDGET // (BYTES_PER_ELEMENT * largest)))
 
 
 def run_kernel(
@@ -204,10 +214,24 @@ def _source(expert: KernelExpert, source: SourceTensors) -> SourceLayout:
     codes = {r: s.codes if len(blocks) == 1 else _per_group(s) for r, s in scales.items()}
     block = blocks.pop() if len(blocks) == 1 else (1, GROUP)
     gate, up, down = Role
+    missing = -expert.group.width % GROUP
+    if missing:
+        full = expert.group.width + missing
+        for role in Role:
+            n, k = (weights[role].shape[0], full) if role is down else (full, weights[role].shape[1])
+            weights[role] = _grown(weights[role], n, k, 0)
+            codes[role] = _grown(codes[role], -(-n // block[0]), -(-k // block[1]), ONE)
     return SourceLayout(weights[gate], codes[gate], weights[up], codes[up], weights[down], codes[down], block)
+
+
+def _grown(x: Tensor, rows: int, columns: int, fill: int) -> Tensor:
+    """Complete a last, partial group of channels: the kernel scales activations 32 at a time, and a zero channel adds nothing."""
+    out = torch.full((rows, columns), fill, dtype=torch.uint8)
+    out[: x.shape[0], : x.shape[1]] = x
+    return out
 
 
 def _per_group(scales: BlockScales) -> Tensor:
     """Scales per row and 32 columns, for experts whose projections differ in their blocks."""
     n, k = scales.shape
-    return scales.at(torch.arange(n), torch.arange(k // GROUP)[None])[0]
+    return scales.at(torch.arange(n), torch.arange(-(-k // GROUP))[None])[0]
