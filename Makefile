@@ -44,6 +44,8 @@ format: $(VENV)/dev ## format the code
 
 peers: $(VENV)/dev ## the published vLLM, SGLang and DeepGEMM code against ours, set up from scratch
 	$(BIN)/python tests/peers/wheels.py
+	$(BIN)/python tests/peers/make_env.py vllm $(or $(FSE_PEERS_VLLM),.peers/vllm)
+	$(BIN)/python tests/peers/make_env.py sglang $(or $(FSE_PEERS_SGLANG),.peers/sglang)
 	$(PYTEST) -m peers tests/peers
 
 gpu-check: $(VENV)/dev ## what needs a CUDA device; says what it needs when there is none

@@ -3,8 +3,8 @@
 
     python tests/benchmarks/convert.py [--gib 1 2 4 8] [--folder DIR] [--repeat N]
 
-Every row is a ratio of two times measured in the same run on the same disk. Between runs the caches are as the run before left them; the
-order is shuffled with a fixed seed and the median of the repeats is shown.
+Every row is a ratio of two times measured in the same run on the same disk. Between runs the caches are as the run
+before left them; the order is shuffled with a fixed seed and the median of the repeats is shown.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def measure(root: Path, gib: float, repeat: int) -> dict[str, float]:
         "naive script": (padded, lambda out: command(sys.executable, "-c", NAIVE, source, out)),
     }
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    order = random.Random(0)  # noqa: S311 - no secret
+    order = random.Random(0)
     for _ in range(repeat):
         for name in order.sample(list(jobs), len(jobs)):
             out = root / "out"

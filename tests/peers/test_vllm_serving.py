@@ -105,6 +105,7 @@ def kernel_bytes(width: int) -> int:
 @pytest.mark.parametrize("release", EVERY_RELEASE)
 def test_it_is_the_release_that_it_should_be(served: Served) -> None:
     assert served.result["version"] == f"{served.release}.0"
+    assert served.result["registered_again"] == [], "vLLM loads plugins in every process, some of them twice"
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tests share modules, and --import-mode=importlib adds no folder
+
+from sglang_standins import Registry
+
+from fse_convert.cli import main
+from fse_convert.fusion.targets import find_target
+from fse_convert.serving import sglang as plugin
+from fse_convert.serving import sglang_modules as modules
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for the parts of SGLang that the plugin asks, with a configuration that refuses nothing."""
+    leaves: dict[str, Any] = {
+        "weight_cache_mode": "off",
+        "startup_weight_load_mode": "serial",
+        "disaggregation_mode": "null",
+        "pp_size": 1,
+    }
+    registry = Registry()
+    exporter = type("WeightExporter", (), {"_weight_export_unsupported_reason": None})
+    given = {
+        "arg_groups.mega_moe_hook": {"MEGA_MOE_NO_FALLBACK_ARCHS": frozenset({"DeepseekV4ForCausalLM"})},
+        "runtime_context": {"get_context": lambda: SimpleNamespace(config_leaf=leaves.get)},
+        "plugins.hook_registry": {
+            "HookRegistry": registry,
+            "HookType": SimpleNamespace(AROUND="around", AFTER="after"),
+            "HookSource": lambda *names: names,
+        },
+        "model_executor.model_runner_components.weight_exporter": {"WeightExporter": exporter},
+        "model_executor.model_runner_components.load_model_utils": {"maybe_precompile_model_kernels_after_loading": None},
+        "layers.moe.mega_moe": {"build_mega_moe_experts_weights": None, "build_mega_moe_shared_weights": None},
+        "model_loader.loader": {"get_model_loader": None, "DefaultModelLoader": SimpleNamespace(_prepare_weights=None)},
+    }
+    for name, values in given.items():
+        parts = ["sglang", "srt", *name.split(".")]
+        for depth in range(1, len(parts) + 1):
+            path = ".".join(parts[:depth])
+            if path not in sys.modules or depth == len(parts):
+                monkeypatch.setitem(sys.modules, path, ModuleType(path))
+            sys.modules[path].__path__ = []
+            if depth > 1:
+                setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], sys.modules[path])
+        vars(sys.modules[".".join(parts)]).update(values)
+    monkeypatch.setattr(plugin, "state", plugin.State())
+    monkeypatch.setattr(plugin, "server_target", lambda: find_target("sglang-0.5.23"))
+    monkeypatch.delenv(modules.SWITCH, raising=False)
+    return SimpleNamespace(leaves=leaves, registry=registry, exporter=exporter)
+
+
+@pytest.fixture(scope="module")
+def converted(made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Convert a small checkpoint for a target, once; never write into it."""
+    known: dict[str, Path] = {}
+
+    def convert(target: str = "sglang-0.5.23", kind: str = "v4.1-flash", *options: str, **knobs: Any) -> Path:
+        key = json.dumps([target, kind, options, knobs], sort_keys=True)
+        if key not in known:
+            known[key] = tmp_path_factory.mktemp("converted") / "out"
+            with pytest.raises(SystemExit) as stopped:
+                main([str(made(kind, **knobs)), str(known[key]), "--target", target, *options])
+            assert stopped.value.code == 0
+        return known[key]
+
+    return convert

@@ -1,0 +1,130 @@
+"""What stands in for SGLang's modules and registry in the tests of its plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fse_convert.errors import NotServable
+from fse_convert.layout import ue8m0
+from fse_convert.serving import sglang as plugin
+from fse_convert.serving import sglang_modules as modules
+
+LAYER = "layers.1.ffn"
+MODULE = "model.layers.1.mlp.shared_experts.gate_up_proj"
+CONFIG = SimpleNamespace(hidden_size=512, moe_intermediate_size=384, n_shared_experts=1)
+
+
+class Linear(nn.Module):
+    """A block-FP8 linear as SGLang leaves it after loading: scales as FP32."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, prefix: str = "") -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+
+
+class SharedMlp(nn.Module):
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Experts(nn.Module):
+    """Routed experts after SGLang 0.5.23's builder, of E experts: tuples and registered copies share a storage."""
+
+    def __init__(self, e: int, h: int, i: int, *, registered: bool = True) -> None:
+        super().__init__()
+        self.layer_id = 1
+        self._mega_moe_nvfp4 = self._mega_moe_w4a4 = False
+        shapes = {"w13": (e, 2 * i, h // 128), "w2": (e, h, i // 128)}
+        for name, shape in shapes.items():
+            copy = torch.empty(shape, dtype=torch.int32)
+            self.register_parameter(
+                f"{name}_weight_scale_inv", nn.Parameter(torch.empty(shape, dtype=torch.int32), requires_grad=False)
+            )
+            if registered:
+                self.register_parameter(f"mega_{name}_weight_scale_utccp", nn.Parameter(copy, requires_grad=False))
+            setattr(self, {"w13": "mega_l1_weights", "w2": "mega_l2_weights"}[name], (torch.empty(0), copy))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def run_moe_core(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Registry:
+    """Keeps what is registered; patches every target but those that it is told to lose, as a failed patch is only logged."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, Any] = {}
+        self._patched: set[str] = set()
+        self.lost: set[str] = set()
+
+    def register(self, target: str, hook: Any, _kind: Any, source: Any = None) -> None:
+        self.hooks[target] = hook
+
+    def apply_hooks(self) -> None:
+        self._patched |= self.hooks.keys() - self.lost
+
+
+def served(folder: Path | None, config: Any = CONFIG, loader: str = "DefaultModelLoader") -> None:
+    """Tell the plugin, by its own hooks, that a model is loaded from a folder."""
+    model_config = SimpleNamespace(
+        model_path="org/model", hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"]), hf_text_config=config
+    )
+    plugin.after_get_model_loader(type(loader, (), {})(), None, model_config)
+    if folder:
+        plugin.after_prepare_weights((str(folder), [], True), None, "org/model", None)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if ".shared_experts." in name}  # noqa: SIM118
+    return found
+
+
+def loaded(folder: Path, layer: str = LAYER, prefix: str = MODULE) -> SharedMlp:
+    """The shared MLP of a layer as SGLang's loaders leave it."""
+    values = tensors(folder)
+
+    def part(name: str, kind: str) -> Tensor:
+        value = values[f"{layer}.shared_experts.{name}.{kind}"]
+        return value if kind == "weight" else ue8m0.to_fp32(value)
+
+    gate_up = Linear(*(torch.cat((part("w1", kind), part("w3", kind))) for kind in ("weight", "scale")), prefix)
+    return SharedMlp(gate_up, Linear(part("w2", "weight"), part("w2", "scale"), prefix.replace("gate_up", "down")))
+
+
+def raw(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+def codes(error: pytest.ExceptionInfo[NotServable]) -> list[str]:
+    return [p.code for p in error.value.problems]
+
+
+def never(*_args: object) -> Any:
+    raise AssertionError("SGLang's builder was called")
+
+
+def refused(mlp: SharedMlp) -> pytest.ExceptionInfo[NotServable]:
+    """Build, and see that the weights are still there."""
+    with pytest.raises(NotServable) as error:
+        plugin.around_shared(never, mlp)
+    assert all(p.numel() for p in mlp.parameters())
+    assert not modules.sealed_modules(mlp)
+    return error

@@ -1,0 +1,323 @@
+"""The SGLang plugin with stand-ins for SGLang; weights and sidecar are real. With SGLang: tests/peers/test_sglang_plugin.py."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang_standins import CONFIG, MODULE, Experts, Linear, SharedMlp, codes, loaded, never, raw, refused, served
+from torch import nn
+
+from fse_convert.errors import NotServable
+from fse_convert.layout import megamoe, ue8m0
+from fse_convert.serving import sglang as plugin
+from fse_convert.serving import sglang_modules as modules
+from fse_convert.serving.sidecar import KernelShared, open_sidecar
+
+GIB = 2**30
+
+
+# Shared experts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["sglang-0.5.23", "megamoe-512"])
+def test_shared_experts_come_from_the_sidecar_and_the_originals_go(server, converted, target):
+    out = converted(target)
+    width = 384 if target == "sglang-0.5.23" else 512
+    mlp = loaded(out)
+    gate_up, down, scale = (
+        raw(t.detach()).clone() for t in (mlp.gate_up_proj.weight, mlp.down_proj.weight, mlp.down_proj.weight_scale_inv)
+    )
+    served(out, SimpleNamespace(**{**vars(CONFIG), "moe_intermediate_size": width}))
+    (l1, l1_scale), (l2, l2_scale) = plugin.around_shared(never, mlp)
+    assert torch.equal(raw(l1), megamoe.interleave(gate_up[:width], gate_up[width:]))
+    assert torch.equal(raw(l2), down)
+    down_scale = ue8m0.expand(ue8m0.from_fp32(scale.view(torch.float32)), 512, width, 32, 32)
+    assert torch.equal(l2_scale.t(), megamoe.l2_scale(down_scale))
+    assert (l1.dtype, l1.shape, l1.stride()) == (torch.float8_e4m3fn, (2 * width, 512), (512, 1))
+    assert (l1_scale.dtype, l1_scale.shape, l1_scale.stride()) == (torch.int32, (2 * width, 4), (1, 2 * width))
+    assert (l2_scale.dtype, l2_scale.shape, l2_scale.stride()) == (torch.int32, (512, width // 128), (1, 512))
+    assert [p.numel() for p in mlp.parameters()] == [0, 0, 0, 0]
+    assert plugin.state.load.from_sidecar == [MODULE]
+    assert (
+        plugin.state.load.freed == 2 * width * 512 + 4 * (2 * width * 512 + 512 * width) // 1024
+    )  # L1, and FP32 scales of 32x32 blocks
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_tensors_are_the_same_and_the_memory_comes_back(server, converted):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    out = converted("sglang-0.5.23", "v4-flash", hidden=2048, width=1024)
+    mlps = [requantised(loaded(out)).to(device) for device in ("cpu", "cuda")]
+    before = torch.cuda.memory_allocated()
+    served(out, SimpleNamespace(hidden_size=2048, moe_intermediate_size=1024, n_shared_experts=1))
+    built = [[t for pair in plugin.around_shared(never, mlp) for t in pair] for mlp in mlps]
+    for here, there in zip(*built, strict=True):
+        assert there.device.type == "cuda"
+        assert there.stride() == here.stride()
+        assert torch.equal(raw(there).cpu(), raw(here))
+    assert torch.cuda.memory_allocated() <= before + sum(t.nbytes for t in built[1] if t.dtype is torch.int32)
+
+
+def test_without_a_sidecar_sglang_builds_and_the_originals_go_all_the_same(server, made, tmp_path):
+    mlp = loaded(made())
+    l1 = (mlp.gate_up_proj.weight.data.clone(), torch.zeros(4))
+    l2 = (mlp.down_proj.weight.data, torch.zeros(4))
+    kept = l2[0].clone()
+    served(made())
+    assert plugin.around_shared(lambda _mlp: (l1, l2), mlp) == (l1, l2)
+    assert [p.numel() for p in mlp.parameters()] == [0, 0, 0, 0]
+    assert torch.equal(raw(l2[0]), raw(kept)), "SGLang's tuple aliases the weight of down"
+    assert plugin.state.load.freed == 768 * 512 + 4 * (768 * 512 + 512 * 384) // 1024
+    assert not plugin.state.load.from_sidecar
+
+
+def test_dummy_weights_take_nothing_from_a_sidecar(server, converted):
+    served(None, loader="DummyModelLoader")
+    pair = (torch.zeros(1), torch.zeros(1))
+    assert plugin.around_shared(lambda _mlp: (pair, pair), loaded(converted())) == (pair, pair)
+
+
+def test_strides_survive_one_column_of_scales():
+    shared = KernelShared(
+        torch.zeros(256, 128), torch.zeros(1, 256, dtype=torch.int32).t(), torch.zeros(128, 128), torch.zeros(1, 128).t()
+    )
+    assert modules.to_device(shared, "cpu").l1_scale.stride() == (1, 256)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "layers", "expected"),
+    [
+        ("model.layers.3.mlp.shared_experts.gate_up_proj", ["layers.3.ffn.experts", "mtp.3.ffn.experts"], "layers.3.ffn.experts"),
+        ("model.layers.0.mlp.shared_experts.gate_up_proj", ["layers.0.ffn.experts", "mtp.0.ffn.experts"], "layers.0.ffn.experts"),
+        ("model.decoder.mlp.shared_experts.gate_up_proj", ["layers.0.ffn.experts", "mtp.0.ffn.experts"], "mtp.0.ffn.experts"),
+        ("stages.2.mlp.shared_experts.gate_up_proj", ["layers.2.ffn.experts", "mtp.2.ffn.experts"], "mtp.2.ffn.experts"),
+        ("mtp.0.mlp.shared_experts.gate_up_proj", ["layers.0.ffn.experts", "mtp.0.ffn.experts"], "mtp.0.ffn.experts"),
+        ("model.decoder.mlp.shared_experts.gate_up_proj", ["mtp.0.ffn.experts", "mtp.1.ffn.experts"], "prefix-ambiguous"),
+        ("model.decoder.mlp.shared_experts.gate_up_proj", ["layers.0.ffn.experts"], "prefix-ambiguous"),
+        ("model.layers.3.mlp.shared_experts.gate_up_proj", ["layers.2.ffn.experts"], "prefix-missing"),
+        ("model.layers.3.mlp.experts", ["layers.3.ffn.experts"], "prefix-unknown"),
+        ("language_model.model.layers.3.mlp.shared_experts.gate_up_proj", ["layers.3.ffn.experts"], "prefix-unknown"),
+    ],
+)
+def test_prefixes(prefix, layers, expected):
+    if expected.startswith("prefix-"):
+        with pytest.raises(NotServable, match=modules.SWITCH) as error:
+            modules.checkpoint_prefix(prefix, layers)
+        assert codes(error) == [expected]
+    else:
+        assert modules.checkpoint_prefix(prefix, layers) == expected
+
+
+# What does not fit -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_another_width_is_refused_with_the_target(server, converted):
+    served(converted("megamoe-512"))  # the model still says 384
+    error = refused(loaded(converted()))
+    assert codes(error) == ["width-mismatch"]
+    assert "--target sglang-0.5.23" in str(error.value)
+
+
+def test_padded_shared_experts_alone_are_refused_with_the_target(server, converted):
+    out = converted("megamoe-512", "v4.1-flash", "--experts", "shared")
+    served(out)
+    assert "--target sglang-0.5.23" in str(refused(loaded(out)).value)
+
+
+def test_a_module_of_another_shape_than_its_config_is_refused(server, converted):
+    served(converted())
+    error = refused(loaded(converted("megamoe-512")))
+    assert codes(error) == ["width-mismatch"]
+    assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"), [("hidden_size", 1024, "hidden-mismatch"), ("n_shared_experts", 2, "shared-count-mismatch")]
+)
+def test_a_model_with_other_sizes_is_refused(server, converted, key, value, code):
+    served(converted(), SimpleNamespace(**{**vars(CONFIG), key: value}))
+    assert code in codes(refused(loaded(converted())))
+
+
+@pytest.mark.parametrize("which", ["gate", "up", "down"])
+def test_other_weights_than_those_beside_it_are_refused(server, converted, which):
+    mlp = loaded(converted())
+    linear, row = {"gate": (mlp.gate_up_proj, 0), "up": (mlp.gate_up_proj, 383 + 384), "down": (mlp.down_proj, 511)}[which]
+    linear.weight.data = linear.weight.data.clone()
+    linear.weight.data[row].view(torch.uint8)[-1] ^= 1
+    served(converted())
+    assert codes(refused(mlp)) == ["sidecar-stale"]
+
+
+def test_another_layer_is_refused(server, converted):
+    served(converted())
+    assert codes(refused(loaded(converted(), "layers.0.ffn"))) == ["sidecar-stale"]
+
+
+def test_a_download_without_the_manifest_is_refused(server, converted, tmp_path):
+    out = shutil.copytree(converted(), tmp_path / "out")
+    (out / "fse" / "manifest.json").unlink()
+    served(out)
+    error = refused(loaded(out))
+    assert codes(error) == ["sidecar-incomplete"]
+    assert "hf download" in str(error.value)
+
+
+def test_a_foreign_folder_of_that_name_is_no_sidecar(server, made, tmp_path):
+    out = shutil.copytree(made(), tmp_path / "out")
+    (out / "fse").mkdir()
+    served(out)
+    assert plugin.find_sidecar(plugin.state.load) is None
+
+
+def requantised(mlp: SharedMlp, *, change: int = 0) -> SharedMlp:
+    """Do to 128x128 blocks what SGLang does on SM100: halve the scales, double the weights, pack a byte per row and 128 columns."""
+    for linear in (mlp.gate_up_proj, mlp.down_proj):
+        n, k = linear.weight.shape
+        weight = (linear.weight.data.float() * 0.5).to(torch.float8_e4m3fn)
+        exact = weight.float() * 2 == linear.weight.data.float()
+        linear.weight.data = torch.where(exact, weight.float(), linear.weight.data.float() * 0.5).to(torch.float8_e4m3fn)
+        per_row = (linear.weight_scale_inv.data * 2).repeat_interleave(128, 0)[:n]
+        scale = torch.nn.functional.pad(ue8m0.from_fp32(per_row), (0, -(k // 128) % 4), value=127)
+        linear.weight_scale_inv = nn.Parameter(scale.contiguous().view(torch.int32) + change, requires_grad=False)
+    return mlp
+
+
+def test_requantised_blocks_are_compared_by_value(server, converted):
+    out = converted("sglang-0.5.23", "v4-flash")
+    served(out)
+    (l1, _), (l2, _) = plugin.around_shared(never, requantised(loaded(out)))
+    assert torch.equal(raw(l2), raw(loaded(out).down_proj.weight.detach())), "the checkpoint's own bytes"
+    assert l1.shape == (768, 512)
+
+
+def test_requantised_blocks_of_other_weights_are_refused(server, converted):
+    out = converted("sglang-0.5.23", "v4-flash")
+    served(out)
+    assert codes(refused(requantised(loaded(out), change=1))) == ["sidecar-stale"]
+
+
+def test_weights_shuffled_for_flashinfer_are_not_compared(server, converted):
+    mlp = loaded(converted())
+    mlp.down_proj.weight_scale_inv_shuffled = torch.zeros(4)
+    mlp.down_proj.weight.data = mlp.down_proj.weight.data.flip(0)
+    served(converted())
+    plugin.around_shared(never, mlp)
+    assert mlp.down_proj.weight_scale_inv_shuffled.numel() == 0
+
+
+# Routed experts --------------------------------------------------------------------------------------------------------------
+
+
+def test_routed_scales_go_where_the_kernel_has_its_own(server):
+    served(None, loader="DefaultModelLoader")
+    experts = Experts(2, 512, 384)
+    plugin.around_routed(lambda _e: None, experts)
+    assert (experts.w13_weight_scale_inv.numel(), experts.w2_weight_scale_inv.numel()) == (0, 0)
+    assert experts.mega_w13_weight_scale_utccp.shape == (2, 768, 4)
+    assert plugin.state.load.freed == 4 * (2 * 768 * 4 + 2 * 512 * 3)
+    plugin.around_routed(lambda _e: None, experts)  # SGLang's builder returns early the second time
+    assert plugin.state.load.freed == 4 * (2 * 768 * 4 + 2 * 512 * 3)
+
+
+@pytest.mark.parametrize("kind", ["earlier release", "nvfp4", "w4a4", "no tuples", "other tuples"])
+def test_routed_scales_stay_where_something_may_read_them(server, kind):
+    experts = Experts(2, 512, 384, registered=kind != "earlier release")
+    experts._mega_moe_nvfp4, experts._mega_moe_w4a4 = kind == "nvfp4", kind == "w4a4"
+    if kind == "no tuples":
+        del experts.mega_l1_weights
+    if kind == "other tuples":
+        experts.mega_l2_weights = (torch.empty(0), torch.empty(2, 512, 3, dtype=torch.int32))
+    served(None)
+    server.leaves["weight_cache_mode"] = "client"  # a mode that would be refused
+    plugin.around_routed(lambda _e: None, experts)
+    assert experts.w13_weight_scale_inv.numel()
+    assert plugin.state.load.freed == 0
+
+
+# Registration and report -----------------------------------------------------------------------------------------------------
+
+
+def test_register_leaves_out_what_a_release_lacks(server, monkeypatch, caplog):
+    plugin.register()
+    assert server.registry.hooks.keys() >= {plugin.SHARED, plugin.ROUTED, plugin.AFTER_LOAD}
+    server.registry.hooks.clear()
+    del sys.modules["sglang.srt.layers.moe.mega_moe"].build_mega_moe_shared_weights
+    with caplog.at_level("INFO"):
+        plugin.register()
+    assert plugin.SHARED not in server.registry.hooks
+    assert plugin.ROUTED in server.registry.hooks
+    assert plugin.SHARED in caplog.text
+
+
+@pytest.mark.parametrize("value", ["off", "0", "False", " no "])
+def test_the_switch_leaves_sglang_alone(monkeypatch, value):
+    monkeypatch.setenv(modules.SWITCH, value)
+    plugin.register()  # without any sglang to import
+
+
+def test_one_line_says_what_is_fused(server, converted, caplog):
+    model = nn.Module()
+    model.layers = nn.ModuleList()
+    for fused in (True, True, False):
+        moe = nn.Module()
+        moe.mega_shared_l1_weights = () if fused else None
+        moe.experts, moe.shared_experts = nn.Module(), nn.Module()
+        moe.experts._mega_moe_weights_built = True
+        model.layers.append(moe)
+    served(converted())
+    plugin.state.load.freed, plugin.state.load.from_sidecar = 3 * GIB // 2, ["a"]
+    with caplog.at_level("INFO"):
+        plugin.after_load(None, model, "cuda")
+        del model.layers[2]
+        plugin.after_load(None, model, "cuda")
+        for moe in model.layers:
+            moe.shared_experts = None  # slot fusion
+        plugin.after_load(None, model, "cuda")
+        plugin.after_load(None, nn.Linear(1, 1), "cuda")
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
+    assert "2 of 3 MoE layers, 1 of them from fse/; 1.50 GiB freed; the others run unfused" in caplog.text
+    assert "2 of 2 MoE layers" in caplog.text
+
+
+# Sizes -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("h", "i", "layers", "experts", "block", "expected"),
+    [(5120, 2304, 40, 384, 32, (0.88, 1.98)), (4096, 2048, 43, 256, 128, (0.67, 1.01)), (7168, 3072, 61, 384, 128, (2.5, 5.63))],
+    ids=["V4.1-Flash", "V4-Flash", "V4-Pro"],
+)
+def test_what_it_frees_on_eight_ranks(h, i, layers, experts, block, expected):
+    """The figures of examples/serve_sglang.md, in GiB per rank: shared gate and up, and the scales of the routed experts."""
+    fp8, f32 = {"dtype": torch.float8_e4m3fn}, {"dtype": torch.float32}
+    gate_up = Linear(torch.empty(2 * i, h, **fp8), torch.empty(2 * i // block, h // block, **f32), MODULE)
+    down = Linear(torch.empty(h, i, **fp8), torch.empty(h // block, i // block, **f32))
+    shared = layers * modules.free_shared(SharedMlp(gate_up, down), ()) / GIB
+    routed = layers * modules.free_routed(Experts(experts // 8, h, i)) / GIB
+    assert (round(shared, 2), round(routed, 2)) == expected
+    assert shared == pytest.approx(layers * (2 * i * h + 4 * 3 * i * h // block**2) / GIB)
+    assert routed == pytest.approx(layers * experts / 8 * 3 * i * h / 32 / GIB)
+
+
+def test_autotuning_skips_what_is_gone():
+    linear = Linear(torch.empty(64, 64, dtype=torch.float8_e4m3fn), torch.empty(2, 2), MODULE)
+    linear.block_fp8_mxfp8_ready = True
+    modules.free_shared(SharedMlp(linear, Linear(torch.empty(64, 32), torch.empty(2, 1))), ())
+    assert linear.block_fp8_mxfp8_ready is False
+
+
+def test_the_sidecar_is_let_go(server, converted):
+    served(converted())
+    plugin.around_shared(never, loaded(converted()))
+    sidecar = plugin.find_sidecar(plugin.state.load)
+    assert sidecar is not None
+    assert sidecar._handles
+    plugin.after_load(None, nn.Linear(1, 1), "cpu")
+    assert not sidecar._handles
+    assert open_sidecar(converted()).layers == sidecar.layers

@@ -1,0 +1,246 @@
+"""The reader of ``OUT/fse``: what it gives, and everything that it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fse_convert.errors import NotServable
+from fse_convert.fusion.targets import MEGAMOE_128, MEGAMOE_512
+from fse_convert.plan import Part
+from fse_convert.serving.sidecar import KernelShared, Sidecar, Widths, is_converted, locate, open_sidecar
+
+Run = Callable[..., tuple[int, str, str]]
+LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts", "mtp.0.ffn.experts")
+FITS: dict[str, Any] = {"hidden": 512, "routed_width": 512, "n_shared": 1, "contract": MEGAMOE_512}
+
+
+@pytest.fixture(scope="module")
+def converted(made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from fse_convert.cli import main
+
+    out = tmp_path_factory.mktemp("converted") / "out"
+    with pytest.raises(SystemExit) as stopped:
+        main([str(made("v4.1-flash", mtp=1)), str(out), "--verify", "storage"])
+    assert not stopped.value.code
+    return out
+
+
+@pytest.fixture
+def copy(converted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(converted, tmp_path / "out"))
+
+
+def manifest(folder: Path, **changes: Any) -> None:
+    path = folder / "fse" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def shard(folder: Path) -> Path:
+    (found,) = (folder / "fse").glob("*.safetensors")
+    return found
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], object], *, index: bool = True) -> None:
+    """Change the sidecar's shard, and make index and manifest agree with it."""
+    with safe_open(shard(folder), framework="pt") as f:
+        tensors, metadata = {n: f.get_tensor(n) for n in f.keys()}, dict(f.metadata())  # noqa: SIM118
+    change(tensors, metadata)
+    save_file(tensors, shard(folder), metadata=metadata)
+    if index:
+        weight_map = dict.fromkeys(tensors, shard(folder).name)
+        (folder / "fse" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    manifest(folder, files=None)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(NotServable) as e:
+        call()
+    return str(e.value)
+
+
+def test_what_it_says(converted: Path) -> None:
+    sidecar = open_sidecar(converted)
+    assert (sidecar.contract, sidecar.layout, sidecar.layout_version) == ("megamoe-512", "megamoe-fp8-shared", 1)
+    assert sidecar.widths == Widths(source=384, main=512, kernel=512)
+    assert (sidecar.n_shared, sidecar.width, sidecar.hidden, sidecar.layers) == (1, 512, 512, LAYERS)
+    assert sidecar.nbytes(LAYERS[0]) == 3 * 512 * 512 * 33 // 32
+    assert sidecar.manifest["tool"]["name"] == "fse-convert"
+    assert is_converted(converted)
+    assert not is_converted(converted / "fse")
+
+
+def test_tensors_are_as_the_kernel_takes_them(converted: Path) -> None:
+    sidecar = open_sidecar(str(converted))
+    with safe_open(shard(converted), framework="pt") as f:
+        for prefix in LAYERS:
+            tensors = sidecar.tensors(prefix)
+            stored = {part: f.get_tensor(f"{prefix}.{part.value}") for part in Part}
+            expected = KernelShared(
+                stored[Part.L1_WEIGHT], stored[Part.L1_SCALE].t(), stored[Part.L2_WEIGHT], stored[Part.L2_SCALE].t()
+            )
+            for name, mine, his in zip(tensors._fields, tensors, expected, strict=True):
+                assert (mine.dtype, mine.shape, mine.stride()) == (his.dtype, his.shape, his.stride()), name
+                assert torch.equal(mine.contiguous().view(torch.uint8), his.contiguous().view(torch.uint8)), name
+    assert tensors.l1_weight.dtype == torch.float8_e4m3fn
+    assert (tensors.l1_scale.shape, tensors.l1_scale.stride()) == ((1024, 4), (1, 1024))
+    assert (tensors.l2_scale.shape, tensors.l2_scale.stride()) == ((512, 4), (1, 512))
+    sidecar.close()
+    assert torch.equal(sidecar.tensor(LAYERS[0], Part.L1_SCALE), sidecar.tensors(LAYERS[0]).l1_scale)
+
+
+def test_opening_imports_neither_torch_nor_click(converted: Path) -> None:
+    code = (
+        "import sys; from fse_convert.serving import vllm; from fse_convert.serving.sidecar import open_sidecar; "
+        f"open_sidecar({str(converted)!r}); print(sorted({{'torch', 'click', 'rich', 'vllm', 'safetensors'}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unknown_layer(converted: Path) -> None:
+    text = refusal(lambda: open_sidecar(converted).tensors("layers.7.ffn.experts"))
+    assert "no shared experts of layers.7.ffn.experts in kernel layout [sidecar-layer]" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"format": "other"}, "manifest-invalid"),
+        ({"format_version": 2}, "manifest-version"),
+        ({"layout": {"name": "megamoe-fp8-shared", "version": 2}}, "layout-unknown"),
+        ({"layout": {"name": "other", "version": 1}}, "layout-unknown"),
+        ({"layout": None}, "manifest-invalid"),
+        ({"model": {"n_shared_experts": 1, "width": {"source": 384}}}, "manifest-invalid"),
+        ({"contract": {"name": "megamoe-128"}}, "layout-unknown"),
+        ({"model": {"n_shared_experts": 2, "width": {"source": 384, "main": 512, "kernel": 512}}}, "sidecar-incomplete"),
+    ],
+)
+def test_manifests_that_are_not_ours(copy: Path, changes: dict[str, Any], code: str) -> None:
+    manifest(copy, **changes)
+    assert f"[{code}]" in refusal(lambda: open_sidecar(copy))
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{"])
+def test_manifests_that_are_no_json(copy: Path, text: bytes) -> None:
+    (copy / "fse" / "manifest.json").write_bytes(text)
+    assert "[manifest-invalid]" in refusal(lambda: open_sidecar(copy))
+
+
+def test_folders_that_were_not_converted(tmp_path: Path, converted: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere", converted / "fse"):
+        text = refusal(lambda folder=folder: open_sidecar(folder))
+        assert "[sidecar-missing]" in text
+        assert "fse-convert CHECKPOINT OUT" in text
+
+
+def test_files_that_are_not_those_that_were_written(copy: Path) -> None:
+    main_shard = sorted(copy.glob("*.safetensors"))[-1]
+    with main_shard.open("ab") as f:
+        f.write(b" ")
+    text = refusal(lambda: open_sidecar(copy))
+    assert "[sidecar-stale]" in text
+    assert str(main_shard) in text
+
+
+def test_a_sidecar_that_lost_something(copy: Path) -> None:
+    first = f"{LAYERS[0]}.shared_l2_weight_scale"
+    rewrite(copy, lambda tensors, _: tensors.pop(first))
+    assert f"{first} is missing" in refusal(lambda: open_sidecar(copy))
+    rewrite(copy, lambda tensors, _: tensors.update({first: torch.zeros(3, 3, dtype=torch.int32)}))
+    assert f"{first} is I32 [3, 3], expected I32 [4, 512]" in refusal(lambda: open_sidecar(copy))
+    rewrite(copy, lambda tensors, _: tensors.pop(first), index=False)
+    assert "index and shards differ in" in refusal(lambda: open_sidecar(copy))
+    shard(copy).unlink()
+    assert "[sidecar-incomplete]" in refusal(lambda: open_sidecar(copy))
+
+
+def test_a_shard_of_another_conversion(copy: Path) -> None:
+    rewrite(copy, lambda _, metadata: metadata.update(fse_contract="megamoe-128"))
+    text = refusal(lambda: open_sidecar(copy))
+    assert "[layout-unknown]" in text
+    assert "megamoe-128" in text
+
+
+def test_a_truncated_shard(copy: Path) -> None:
+    manifest(copy, files=None)
+    raw = shard(copy).read_bytes()
+    shard(copy).write_bytes(raw[:-1])
+    assert "[shard-truncated]" in refusal(lambda: open_sidecar(copy))
+    shard(copy).write_bytes(raw[:20])
+    assert "[header-length]" in refusal(lambda: open_sidecar(copy))
+
+
+def test_an_index_that_leads_elsewhere(copy: Path) -> None:
+    index = copy / "fse" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"{LAYERS[0]}.shared_l1_weight": "../model-00001-of-00001.safetensors"}}))
+    assert "no weight_map from tensors to files of this folder" in refusal(lambda: open_sidecar(copy))
+
+
+def test_no_layer_in_kernel_layout(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(made("bf16"), out, "--allow-unfused", "--verify", "storage")[0] == 0
+    sidecar = open_sidecar(out)
+    assert (sidecar.layers, sidecar.hidden) == ((), 0)
+    assert "[sidecar-empty]" in refusal(lambda: sidecar.check(**FITS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({}, []),
+        ({"contract": MEGAMOE_128}, []),
+        ({"hidden": 1024}, ["hidden-mismatch"]),
+        ({"n_shared": 2}, ["shared-count-mismatch"]),
+        ({"routed_width": 384}, ["width-mismatch"]),
+        ({"hidden": 1, "routed_width": 2, "n_shared": 3}, ["hidden-mismatch", "shared-count-mismatch", "width-mismatch"]),
+    ],
+)
+def test_check(converted: Path, changes: dict[str, Any], codes: list[str]) -> None:
+    sidecar = open_sidecar(converted)
+    if not codes:
+        sidecar.check(**{**FITS, **changes})
+        return
+    with pytest.raises(NotServable) as e:
+        sidecar.check(**{**FITS, **changes}, target="vllm-0.30")
+    assert [p.code for p in e.value.problems] == codes
+    if "width-mismatch" in codes:
+        assert "fse-convert CHECKPOINT OUT --target vllm-0.30" in str(e.value)
+        assert "--experts" not in str(e.value), "all experts are padded already"
+
+
+def shared_only(made: Callable[..., Path], run: Run, out: Path, *arguments: str) -> Sidecar:
+    assert run(made("v4.1-flash", mtp=1), out, "--verify", "storage", *arguments)[0] == 0
+    return open_sidecar(out)
+
+
+def test_the_hint_of_a_mismatch_names_target_and_experts(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+    padded = shared_only(made, run, tmp_path / "padded", "--experts", "shared")
+    text = refusal(lambda: padded.check(**{**FITS, "routed_width": 384, "contract": MEGAMOE_128}, target="vllm-0.33"))
+    assert "--target vllm-0.33; or without --experts shared" in text
+    plain = shared_only(made, run, tmp_path / "plain", "--target", "megamoe-128")
+    text = refusal(lambda: plain.check(**{**FITS, "routed_width": 384}))
+    assert "made for megamoe-128: width 384 and hidden size 512" in text
+    assert "[contract-mismatch]" in text
+    assert "--target megamoe-512" in text
+
+
+def test_locate(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    assert locate(str(converted)) == converted
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert locate("some/model", cache=str(tmp_path)) == snapshot
