@@ -135,7 +135,7 @@ def convert(
     check_output(checkpoint, out, overwrite=overwrite)
     plan, folder = pipeline.plan_conversion(checkpoint, options)
     if not as_json:
-        conversion.print_notes(plan)
+        conversion.print_notes(plan, request.link)
     if dry_run:
         if as_json:
             click.echo(common.dump(conversion.plan_json(plan)))
@@ -238,7 +238,8 @@ def inspect(
 ) -> None:
     """Tell which servers fuse CHECKPOINT's shared experts, layer by layer, why not, and what it costs.
 
-    CHECKPOINT is a folder or hf://org/name[@revision]. Config and headers are read, nothing else. The answers are three:
+    CHECKPOINT is a folder or hf://org/name[@revision]. Config and headers are read, and of a folder F32 scales of shared
+    experts; with --require also those of routed ones. The answers are three:
     native MegaMoE fusion (NVIDIA), AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
     """
     from fse_convert import inspection, pipeline
@@ -248,7 +249,8 @@ def inspect(
 
     names = inspection.target_names((*only, *require))
     with pipeline.environment(checkpoint):
-        found = inspection.inspect(inspection.open_folder(checkpoint), Serving(tp, ep), names if only else frozenset())
+        folder = inspection.open_folder(checkpoint)
+        found = inspection.inspect(folder, Serving(tp, ep), names if only else frozenset(), thorough=bool(require))
     code = found.exit_code(require)
     if printed := render(found, Format.JSON if as_json else Format(form), only, require, code):
         click.echo(printed, color=colored())

@@ -13,8 +13,8 @@ from typing import Any
 
 from fse_convert.fusion.aiter import AiterQuestion, ask_aiter, doubts, judge_decoder_layer, judge_model, judge_mtp_layer
 from fse_convert.fusion.megamoe import target_verdict
-from fse_convert.fusion.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
 from fse_convert.fusion.scales import UNREAD, Scales, f32_scales, with_scales
+from fse_convert.fusion.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
 from fse_convert.fusion.targets import TARGETS, Target
 from fse_convert.fusion.verdict import Outcome, Reason, Verdict, whole
 from fse_convert.models.describe import Description, LayerDescription

@@ -1,4 +1,7 @@
-"""One inspection as one call: read headers, describe, judge, add up costs, advise. Nothing of the payload is read."""
+"""One inspection as one call: read headers, describe, judge, add up costs, advise.
+
+Of the payload nothing is read but F32 scales of a local checkpoint's experts, which decide whether E8M0 can hold them.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from pathlib import Path
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.source import Checkpoint, Reading, read_checkpoint
 from fse_convert.conflicts import header_conflicts
+from fse_convert.contents import read_scales
 from fse_convert.costs import Costs, Serving, costs
 from fse_convert.eligibility import ALL_TARGETS, Answer, Subject, judge, subject
 from fse_convert.errors import ExitCode, Problem, UsageError
+from fse_convert.fusion.scales import UNREAD, Scales
 from fse_convert.fusion.targets import CONTRACTS, find_target
-from fse_convert.models.describe import KERNEL_TENSOR, NOT_UNDERSTOOD, Description, describe
+from fse_convert.models.describe import NOT_UNDERSTOOD, Description, describe, kernel_tensors
 from fse_convert.plan import Options
-from fse_convert.planning import needed_width
+from fse_convert.planning import needed_width, planner
 from fse_convert.recommendation import Advice, advise
 
 
@@ -68,16 +73,19 @@ def target_names(names: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset()) -> Inspection:
+def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(), *, thorough: bool = False) -> Inspection:
     """Inspect a checkpoint for all targets, or for those of ``names``; a broken one is described as far as it can be read.
 
+    ``thorough``: also read the F32 scales of routed experts, thousands of small tensors, where the folder is local.
     Raises InvalidCheckpoint only when there is no such folder, OSError when the machine or the network refuses.
     """
     reading = read_checkpoint(folder)
     checkpoint = reading.checkpoint
     description = describe(checkpoint)
-    about = subject(checkpoint.config, checkpoint.quant_config, description)
+    scales = _scales(reading, description, folder, thorough=thorough)
+    about = subject(checkpoint.config, checkpoint.quant_config, description, scales)
     answers = judge(about)
+    plans = (lambda _: None) if reading.problems else planner(checkpoint, description, scales)
     widths = contract_widths(description, serving.tp)
     problems = _layer_problems(reading, description)
     conflicts = (*description.conflicts, *about.quantization.conflicts, *header_conflicts(about.quantization, description))
@@ -86,13 +94,20 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
         about,
         tuple(a for a in answers if not names or a.name in names),
         costs(description, serving, widths) if description.widths else None,
-        advise(about, answers, widths),
+        advise(about, answers, plans, serving.tp),
         folded((*reading.problems, *(p for p in problems if p.code not in NOT_UNDERSTOOD))),
         folded(p for p in problems if p.code in NOT_UNDERSTOOD),
         tuple(dict.fromkeys(conflicts)),
         checkpoint.notes,
         reading.converted,
     )
+
+
+def _scales(reading: Reading, description: Description, folder: Folder, *, thorough: bool) -> Scales:
+    """Read F32 scales where that costs no download and the headers can be trusted."""
+    if reading.problems or not isinstance(folder, LocalFolder):
+        return UNREAD
+    return read_scales(reading.checkpoint, folder, description, routed=thorough)
 
 
 def open_folder(address: str) -> Folder:
@@ -136,7 +151,9 @@ def _layer_problems(reading: Reading, description: Description) -> tuple[Problem
         if not (p.code.endswith("-missing") and (reading.absent is None or d.layer.name in shards))
     ]
     found += description.outside
-    kernel = [n for n in reading.checkpoint.tensors if KERNEL_TENSOR.search(n)]
+    if reading.absent == ():
+        found += description.gaps
+    kernel = kernel_tensors(reading.checkpoint.tensors)
     if kernel:
         hint = "convert the original checkpoint"
         found.append(Problem("already-converted", "tensors in the kernel layout among the shards", kernel[0], hint))

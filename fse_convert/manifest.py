@@ -52,6 +52,7 @@ def manifest(plan: Plan, folder: Folder, small_files: Mapping[str, bytes]) -> di
         },
         "config_edits": [{"section": e.section, "key": e.key, "from": e.old, "to": e.new} for e in plan.config_edits],
         "layers": [_layer(plan, i) for i in range(len(plan.verdicts))],
+        "server": _server(plan),
         "padded": {t.source.name: list(t.source.shape) for s in plan.shards if s.rewritten for t in s.tensors if t.growth},
         "source": {**source_identity(plan.checkpoint, folder), "originals": _originals(plan, folder, small_files)},
     }
@@ -109,6 +110,24 @@ def _originals(plan: Plan, folder: Folder, small_files: Mapping[str, bytes]) -> 
             found.append((shard.name, folder.read(shard.name, 0, header.data_start), candidates))
     kept = {name: raw for name, raw, candidates in found if pick(candidates, sha256(raw)) is None}
     return {name: raw[0 if name in (CONFIG, INDEX) else LENGTH_BYTES :].decode("utf-8") for name, raw in kept.items()}
+
+
+def _server(plan: Plan) -> Mapping[str, Any] | None:
+    """What the server that was converted for makes of the standard layout; None for a bare contract.
+
+    Apart from the layers' verdicts, which say whether a layer fits the kernel contract and is in ``fse/``.
+    """
+    target, verdict = plan.options.target, plan.server
+    if target.is_contract:
+        return None
+    return {
+        "target": target.name,
+        "engine": target.engine,
+        "release": target.release,
+        "verdict": verdict.outcome.value,
+        "reasons": [{"code": r.code, "message": r.message} for r in verdict.reasons],
+        "layers": {v.layer.layer.name: v.server.outcome.value for v in plan.verdicts},
+    }
 
 
 def _layer(plan: Plan, number: int) -> Mapping[str, Any]:

@@ -15,13 +15,13 @@ from fse_convert.checkpoint.ranges import Link
 from fse_convert.checkpoint.source import MANIFEST, SUFFIX, open_checkpoint
 from fse_convert.checkpoint.transaction import Staging, check_output, check_space, stage
 from fse_convert.claims import parse_claims
+from fse_convert.contents import read_contents
 from fse_convert.errors import EnvironmentFailure, Problem, VerificationFailure
 from fse_convert.manifest import finish, manifest
 from fse_convert.models.describe import describe
 from fse_convert.originals import encode_json
 from fse_convert.plan import Options, Plan
 from fse_convert.planning import make_plan
-from fse_convert.contents import read_contents
 from fse_convert.verify.findings import Level
 
 if TYPE_CHECKING:

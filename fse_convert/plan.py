@@ -52,7 +52,7 @@ class Options:
 class Contents:
     """What only files and tensors say, not headers.
 
-    ``scales``: what the F32 scales showed. ``widths``: the width of an expert that a JSON file beside config.json states, by its name.
+    ``scales``: what the F32 scales showed. ``widths``: the width of an expert that JSON files beside config.json state, by name.
     """
 
     scales: Scales = UNREAD
@@ -190,8 +190,8 @@ class ConfigEdit:
 class LayerVerdict:
     """What comes of a layer, by two questions that are never mixed.
 
-    ``verdict``: whether it fits the kernel contract at the width of ``fse/``, which decides what is written there and what is refused.
-    ``server``: what the target makes of it as the output's standard layout holds it, which is what `inspect` says of the output.
+    ``verdict``: whether it fits the kernel contract at the width of ``fse/``: decides what is written there and what is refused.
+    ``server``: what the target makes of it as the output's standard layout holds it: what `inspect` says of the output.
     """
 
     layer: LayerDescription

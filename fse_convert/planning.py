@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any
@@ -13,7 +13,7 @@ from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem
 from fse_convert.fusion.megamoe import Widths, kernel_verdict, target_verdict
 from fse_convert.fusion.scales import INEXACT, UNREAD, Scales, with_scales
 from fse_convert.fusion.targets import Contract, Target, width_multiple
-from fse_convert.fusion.verdict import Reason, Verdict
+from fse_convert.fusion.verdict import Reason, Verdict, whole
 from fse_convert.layout.sizes import ceil_div, round_up
 from fse_convert.models.describe import LOAD_CONFLICTS, Description, LayerDescription, kernel_tensors
 from fse_convert.models.families import FAMILIES
@@ -54,6 +54,11 @@ class Decision:
     verdicts: tuple[LayerVerdict, ...]
     edits: tuple[ConfigEdit, ...]
 
+    @property
+    def server(self) -> Verdict:
+        """What the target makes of the output's standard layout as a whole."""
+        return whole(tuple(v.server for v in self.verdicts))
+
 
 def make_plan(checkpoint: Checkpoint, description: Description, options: Options, contents: Contents | None = None) -> Plan:
     """Decide what to write.
@@ -91,6 +96,18 @@ def decide(checkpoint: Checkpoint, description: Description, options: Options, s
         edits = _config_edits(checkpoint.config, description, source_width, width, n_shared)
         _check_edits(checkpoint.config, description, edits)
     return Decision(n_shared, source_width, width, verdicts, edits)
+
+
+def planner(checkpoint: Checkpoint, description: Description, scales: Scales = UNREAD) -> Callable[[Options], Decision | None]:
+    """Make a function that says what a conversion with some options would decide, None where it would refuse."""
+
+    def plans(options: Options) -> Decision | None:
+        try:
+            return decide(checkpoint, description, options, scales)
+        except (InvalidCheckpoint, NotConvertible):
+            return None
+
+    return plans
 
 
 def needed_width(description: Description, options: Options, source_width: int) -> int:

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fse_convert.eligibility import Answer, Question, Subject
-from fse_convert.fusion.megamoe import Widths, native_verdict
-from fse_convert.fusion.targets import TARGETS, Target, needed_contract
-from fse_convert.fusion.verdict import Outcome, Verdict
+from fse_convert.fusion.targets import CONTRACT, TARGETS, Target, find_target, needed_contract
+from fse_convert.fusion.verdict import Outcome
+from fse_convert.plan import Options
+from fse_convert.planning import Decision
+
+Plans = Callable[[Options], Decision | None]
+"""What a conversion with some options would decide; None where it would refuse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What padding to a contract's width changes, by engine and release: what would fuse, and what would at least run MegaMoE."""
+    """What padding changes, by engine and release: what would fuse, and what would at least run MegaMoE.
 
-    contract: str
+    ``target`` is what to convert for, a contract where its width is enough; ``unfused``: whether some layers must pass unfused.
+    """
+
+    target: Target
     fuses: tuple[Target, ...]
     runs: tuple[Target, ...]
+    unfused: bool
+
+    @property
+    def contract(self) -> str:
+        """The contract whose width the padded checkpoint has."""
+        return needed_contract(self.target).name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,53 +42,57 @@ class Advice:
     gain: Gain | None = None
 
 
-def advise(checkpoint: Subject, answers: Sequence[Answer], widths: Mapping[str, int]) -> Advice:
-    """Say what to do. ``widths``: of one expert by contract, as `planning.needed_width` gives them."""
-    native = {a.name: a for a in answers if a.question is Question.NATIVE and a.engine != "contract"}
+def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int = 1) -> Advice:
+    """Say what to do; a command is named only if it would run. ``plans``: as `planning.planner` makes it."""
+    native = {a.name: a for a in answers if a.question is Question.NATIVE and a.engine != CONTRACT}
     if not native or not checkpoint.description.layers:
         return Advice(())
     rows = [t for t in TARGETS if t.name in native]
     fused = [t for t in rows if native[t.name].fused]
-    gain = _gain(checkpoint, native, rows, widths)
+    gain = _gain(native, rows, plans, tp)
     sentences = [f"{releases(fused, rows)} fuse this checkpoint as it is." if fused else _none(native, rows)]
     if gain:
         sentences.append(_padding_sentence(gain, rows, only=bool(fused)))
-    command = f"fse-convert CHECKPOINT OUT --target {gain.contract}" if gain else ""
-    return Advice(tuple(sentences), command, gain)
+    return Advice(tuple(sentences), _command(gain, tp) if gain else "", gain)
 
 
-def _gain(checkpoint: Subject, native: Mapping[str, Answer], rows: Sequence[Target], widths: Mapping[str, int]) -> Gain | None:
-    """Find the targets for which padding changes something; the widest contract among them is the one to convert for."""
-    fuses, runs = [], []
+def _command(gain: Gain, tp: int) -> str:
+    options = [f"--tp {tp}"] * (tp > 1) + ["--allow-unfused"] * gain.unfused
+    return " ".join(["fse-convert CHECKPOINT OUT --target", gain.target.name, *options])
+
+
+def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp: int) -> Gain | None:
+    """Find the targets for which padding changes something, and the one conversion that serves them all."""
+    fuses, runs, widths = [], [], {}
     for target in rows:
         before = native[target.name].model
-        after = _padded_verdict(checkpoint, target, widths)
-        if after is None or before.fused:
+        decided = None if before.fused else plans(Options(target, tp=tp, allow_unfused=True))
+        if decided is None or decided.width == decided.source_width:
             continue
+        after = decided.server
         if after.fused:
             fuses.append(target)
         elif before.outcome is Outcome.REFUSED and after.outcome is Outcome.UNFUSED:
             runs.append(target)
-    if not fuses and not runs:
-        return None
-    contract = max((needed_contract(t) for t in fuses + runs), key=lambda c: c.width_multiple)
-    return Gain(contract.name, tuple(fuses), tuple(runs))
+        else:
+            continue
+        widths[target.name] = decided.width
+    return _conversion(tuple(fuses), tuple(runs), widths, plans, tp) if widths else None
 
 
-def _padded_verdict(checkpoint: Subject, target: Target, widths: Mapping[str, int]) -> Verdict | None:
-    """Judge the whole model at the width that the target's contract needs; None where that is the width it has."""
-    width = widths.get(needed_contract(target).name)
-    description = checkpoint.description
-    if width is None or len(description.widths) != 1 or width == description.widths[0]:
-        return None
-    verdicts = []
-    for layer in description.layers:
-        if layer.shared and layer.shared.width % description.widths[0]:
-            return None
-        n = layer.shared.width // description.widths[0] if layer.shared else 1
-        verdicts.append(native_verdict(layer, target, checkpoint.config, Widths(width, n * width)))
-    outcomes = {v.outcome for v in verdicts}
-    return verdicts[0] if len(outcomes) == 1 else None
+def _conversion(
+    fuses: tuple[Target, ...], runs: tuple[Target, ...], widths: Mapping[str, int], plans: Plans, tp: int
+) -> Gain | None:
+    """The contract, else the server, whose conversion is wide enough for all; preferably one that leaves no layer unfused."""
+    named = fuses + runs
+    contract = find_target(max((needed_contract(t) for t in named), key=lambda c: c.width_multiple).name)
+    widest = max(named, key=lambda t: widths[t.name])
+    for target in (contract or widest, widest):
+        for unfused in (False, True):
+            decided = plans(Options(target, tp=tp, allow_unfused=unfused))
+            if decided and decided.width >= widths[widest.name]:
+                return Gain(target, fuses, runs, unfused)
+    return None
 
 
 def releases(targets: Iterable[Target], rows: Sequence[Target]) -> str:

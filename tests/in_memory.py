@@ -11,6 +11,8 @@ from fse_convert.checkpoint.header import BITS, Header, TensorInfo
 from fse_convert.checkpoint.source import Checkpoint, Shard
 from fse_convert.eligibility import Subject, subject
 from fse_convert.models.describe import Description, describe
+from fse_convert.planning import planner
+from fse_convert.recommendation import Plans
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape by name."""
@@ -147,6 +149,11 @@ def checkpoint(config: Mapping[str, Any], tensors: Tensors, quant_config: Mappin
         at += size
     shard = Shard("model.safetensors", at, Header(tuple(infos), {}, 0, at))
     return Checkpoint(NoFolder(), config, quant_config, (shard,), {t.name: t for t in infos}, None, (), ())
+
+
+def plans_of(about: Subject, tensors: Tensors) -> Plans:
+    """What conversions of a model in memory would decide."""
+    return planner(checkpoint(about.config, tensors), about.description, about.scales)
 
 
 def description_of(config: Mapping[str, Any], tensors: Tensors) -> Description:

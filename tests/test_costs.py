@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from in_memory import Model
 from make_checkpoint import make_checkpoint
@@ -12,8 +14,10 @@ from fse_convert.costs import Serving, costs, padding, stored
 from fse_convert.inspection import contract_widths
 from fse_convert.models.describe import Description, describe
 from fse_convert.models.moe import LayerKind
+from fse_convert.report.common import size
 
 GIB = 2**30
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,13 @@ def test_padding_v41_on_disk(v41: Description) -> None:
     assert found.mtp.routed == 3 * 128 * 3 * 256 * 5120 * (1 / 2 + 1 / 32)
     assert found.disk == found.decoder.total + found.mtp.total
     assert found.work == pytest.approx(1.111, abs=0.001)
+
+
+def test_the_readme_says_what_padding_v41_costs(v41: Description) -> None:
+    found = padding(v41, 2560)
+    text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
+    figures = f"{size(found.disk)} on disk, {size(found.per_rank(Serving(ep=8)))} per rank (EP 8) and {found.work - 1:.0%}"
+    assert f"Padding would cost {figures.replace('%', ' %')} more expert arithmetic" in text
 
 
 def test_shared_experts_of_v41_in_the_kernel_replicated(v41: Description) -> None:

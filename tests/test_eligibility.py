@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from in_memory import PROJ, Model, Tensors, expert, subject_of
+from in_memory import PROJ, Model, Tensors, expert, plans_of, subject_of
 
 from fse_convert.eligibility import ALL_TARGETS, Answer, Question, Subject, judge, whole
+from fse_convert.fusion.targets import find_target
 from fse_convert.fusion.verdict import FUSED, Outcome, Reason, Verdict
-from fse_convert.inspection import contract_widths
+from fse_convert.plan import Options
 from fse_convert.recommendation import advise
 
 QUARK_FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}, "input_tensors": {"dtype": "fp4"}}
@@ -230,13 +231,45 @@ PAD = "fse-convert CHECKPOINT OUT --target megamoe-512"
 )
 def test_advice(model: Model, sentences: list[str], command: str) -> None:
     about = model.subject()
-    found = advise(about, judge(about), contract_widths(about.description, tp=1))
+    found = advise(about, judge(about), plans_of(about, model.tensors()))
     assert list(found.sentences) == sentences
     assert found.command == command
 
 
 def test_advice_for_a_model_that_no_server_runs_with_megamoe() -> None:
     about = subject_of({"model_type": "glm4_moe", "num_hidden_layers": 2}, _v3_tensors())
-    found = advise(about, judge(about), contract_widths(about.description, tp=1))
+    found = advise(about, judge(about), plans_of(about, _v3_tensors()))
     assert found.sentences == ("No server release that is known here has a MegaMoE path for this model.",)
-    assert advise(about, (), {}).sentences == ()
+    assert advise(about, (), plans_of(about, {})).sentences == ()
+
+
+@pytest.mark.parametrize("width", [2304, 2176])
+def test_a_command_is_advised_only_if_it_runs(width: int) -> None:
+    """NVFP4 experts beside MXFP4 ones in the drafter: only the drafter fits the kernel, so the plain command would refuse."""
+    model = Model(hidden=512, width=width, routed="nvfp4")
+    tensors = model.tensors()
+    for e in range(model.experts):
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(f"mtp.0.ffn.experts.{e}.")}
+        tensors |= expert(f"mtp.0.ffn.experts.{e}", "mxfp4", width, 512)
+    about = subject_of(model.full_config(), tensors)
+    plans = plans_of(about, tensors)
+    target = find_target("megamoe-512")
+    assert target is not None
+    assert plans(Options(target)) is None
+    found = advise(about, judge(about), plans)
+    assert found.command == "fse-convert CHECKPOINT OUT --target megamoe-512 --allow-unfused"
+    assert plans(Options(target, allow_unfused=True)) is not None
+
+
+def test_nothing_is_advised_that_would_refuse() -> None:
+    about = Model(width=384, routed="nvfp4").subject()
+    found = advise(about, judge(about), lambda _: None)
+    assert (found.command, found.gain) == ("", None)
+    assert len(found.sentences) == 1
+
+
+def test_nvfp4_that_the_server_takes_as_it_is_needs_no_padding() -> None:
+    """2304 is a multiple of 256, which is what SGLang asks of NVFP4, though not of the kernel's 512."""
+    model = Model(hidden=512, width=2304, routed="nvfp4", mtp=0)
+    about = model.subject()
+    assert advise(about, judge(about), plans_of(about, model.tensors())).command == ""

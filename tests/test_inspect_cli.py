@@ -141,7 +141,7 @@ def test_json_is_one_object_with_every_target_and_figure(run: Run, v41: Path) ->
     shared = found["costs"]["shared_per_rank"]
     assert shared["twice"] == 2 * shared["once"] == 4 * shared["sharded"]
     assert found["costs"]["padding"]["megamoe-512"]["new_width"] == 2560
-    assert found["advice"]["command"] == "fse-convert CHECKPOINT OUT --target megamoe-512"
+    assert found["advice"]["command"] == "fse-convert CHECKPOINT OUT --target megamoe-512 --tp 2"
     assert found["quantization"]["weight_block_size"] == [32, 32]
 
 

@@ -39,7 +39,7 @@ def test_real_width(single_file: bool, tmp_path: Path) -> None:
     root = make_checkpoint(tmp_path / "source", "v4.1-flash", layers=2, mtp=1, experts=8, single_file=single_file)
     text, peak = convert(root, tmp_path / "out", "--workers", "1")
     print(f"peak memory above torch: {peak >> 20} MiB, single file: {single_file}")
-    assert "width 2304 -> 2560; 3 of 3 MoE layers fuse" in text
+    assert "width 2304 -> 2560; 3 of 3 layers fit megamoe-512" in text
     assert "storage: passed" in text
     assert "numerics: passed: 3 of 3 layers bit-equal" in text
     assert peak < LIMIT
@@ -53,7 +53,7 @@ def test_megamoe_128_takes_the_real_width_as_it_is(tmp_path: Path, digest: Calla
 
     root = make_checkpoint(tmp_path / "source", "v4.1-flash", layers=1, mtp=0, experts=2)
     text, _ = convert(root, tmp_path / "out", "--target", "megamoe-128")
-    assert "width 2304, nothing to pad; 1 of 1 MoE layers fuse" in text
+    assert "width 2304, nothing to pad; 1 of 1 layers fit megamoe-128" in text
     assert {n: d for n, d in digest(tmp_path / "out").items() if not n.startswith("fse/")} == digest(root)
     assert check_kernel(root, tmp_path / "out", 2304) == 1
 

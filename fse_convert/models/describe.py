@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fse_convert.checkpoint.source import Checkpoint, no_collection, some
 from fse_convert.errors import Problem
+from fse_convert.models.completeness import gaps
 from fse_convert.models.families import Family, find_family
 from fse_convert.models.layers import Seen, group_layers, seen_experts
 from fse_convert.models.moe import Expert, LayerKind, MoELayer, Role
@@ -62,7 +63,8 @@ class Description:
 
     ``family`` None: no row knows this model type, ``layers`` is empty, and ``seen`` lists the names that look like
     experts. ``n_shared``: shared experts per layer, by which the shared width is divided. ``conflicts``: where the config
-    says something else than the headers. ``strays``: expert tensors outside the family's MoE blocks.
+    says something else than the headers. ``strays``: expert tensors outside the family's MoE blocks. ``gaps``: layers and experts
+    that are not there.
     """
 
     family: Family | None
@@ -73,11 +75,12 @@ class Description:
     conflicts: tuple[Problem, ...]
     strays: tuple[str, ...] = ()
     seen: tuple[Seen, ...] = ()
+    gaps: tuple[Problem, ...] = ()
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Problems of all layers, in layer order, and of experts outside of any layer."""
-        return (*(p for layer in self.layers for p in layer.problems), *self.outside)
+        """Problems of all layers, in layer order, what is missing between them, and experts outside of any layer."""
+        return (*(p for layer in self.layers for p in layer.problems), *self.gaps, *self.outside)
 
     @property
     def outside(self) -> tuple[Problem, ...]:
@@ -116,7 +119,9 @@ def _describe(checkpoint: Checkpoint) -> Description:
     described = tuple(reader.describe(layer) for layer in grouping.layers)
     n_shared = family.fixed_shared or family.number(config, family.n_shared_key) or 1
     conflicts = (*_conflicts(family, config, described, n_shared), *_block_conflicts(described, hint))
-    return Description(family, model_type, family.section(config), n_shared, described, conflicts, grouping.strays)
+    missing = tuple(gaps(family, config, grouping.layers))
+    section = family.section(config)
+    return Description(family, model_type, section, n_shared, described, conflicts, grouping.strays, gaps=missing)
 
 
 def block_hint(config: Mapping[str, object]) -> tuple[int, int] | None:
@@ -259,18 +264,12 @@ def _conflicts(family: Family, config: Mapping[str, object], layers: tuple[Layer
 
 
 def _count_conflicts(family: Family, config: Mapping[str, object], decoder: list[LayerDescription]) -> Iterator[Problem]:
-    """Compare the stated number of routed experts with what each decoder layer has."""
+    """Tell where every decoder layer has another number of routed experts than stated; single ones are gaps."""
     stated = family.number(config, family.n_routed_key)
-    counts = [(len(d.layer.routed), d.layer.name) for d in decoder if d.layer.routed]
-    other = [(count, name) for count, name in counts if stated is not None and count != stated]
-    if other and len({count for count, _ in counts}) == 1:
-        message = f"{family.n_routed_key} is {stated}, the tensors show {other[0][0]} routed experts per decoder layer"
+    counts = {len(d.layer.routed) for d in decoder if d.layer.routed}
+    if stated is not None and len(counts) == 1 and stated not in counts:
+        message = f"{family.n_routed_key} is {stated}, the tensors show {counts.pop()} routed experts per decoder layer"
         yield Problem("config-conflict", message, "config.json")
-    elif other:
-        count, name = other[0]
-        many = f"{len(other)} of {len(counts)} decoder layers have another number: {count} in {name}"
-        message = f"{family.n_routed_key} is {stated}, {many}"
-        yield Problem("config-conflict", message, "config.json", "is the checkpoint complete?")
 
 
 def _block_conflicts(layers: tuple[LayerDescription, ...], hint: tuple[int, int] | None) -> Iterator[Problem]:

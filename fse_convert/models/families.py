@@ -22,6 +22,30 @@ SPARSE = "block_sparse_moe"
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """Which decoder layers have experts, by the keys that say so; None: the family has no such key.
+
+    Layer i has some from ``first`` to ``last`` if ``i + ahead`` is a multiple of ``step``, unless ``dense`` lists it. ``step`` may
+    also hold a flag per layer. A list ``mlp_layer_types``, as transformers 5 writes it, decides before all of them.
+    """
+
+    first: str | None = None
+    last: str | None = None
+    step: str | None = None
+    ahead: int = 0
+    dense: str | None = None
+
+
+EVERY_LAYER = Sparse()
+DENSE_PREFIX = Sparse(first="first_k_dense_replace", step="moe_layer_freq")
+"""vLLM 0.33 model_executor/models/deepseek_v2.py, and those that follow it."""
+QWEN = Sparse(step="decoder_sparse_step", ahead=1, dense="mlp_only_layers")
+"""transformers 5.24 qwen3_next/modeling_qwen3_next.py."""
+ERNIE = Sparse(first="moe_layer_start_index", last="moe_layer_end_index", step="moe_layer_interval", ahead=1)
+"""transformers 5.24 ernie4_5_moe/modeling_ernie4_5_moe.py."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One way of naming a MoE model's experts and of writing their sizes into config.json.
 
@@ -31,7 +55,8 @@ class Family:
     the keys, tried in order. ``shared_width_key`` None: the shared width is ``width_key`` times ``n_shared_key``.
     ``fixed_shared`` is the number of shared experts of families that have no key for it. ``gated``: a gate of its own
     scales the shared expert's output. ``stacked``: the names under which the block itself holds all routed experts in one
-    3-D tensor.
+    3-D tensor. ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``: routed experts of MTP
+    layers, where they have a key of their own. ``routed_per_layer_key``: a list of their number, one per decoder layer.
     """
 
     name: str
@@ -52,6 +77,9 @@ class Family:
     fixed_shared: int | None = None
     gated: bool = False
     stacked: frozenset[str] = frozenset()
+    sparse: Sparse | None = DENSE_PREFIX
+    mtp_routed_key: str | None = None
+    routed_per_layer_key: str | None = None
     sections: tuple[str, ...] = ("", "text_config")
 
     @cached_property
@@ -99,6 +127,8 @@ FAMILIES: tuple[Family, ...] = (
         block="ffn",
         routed_names=W_NAMES,
         shared_names=W_NAMES,
+        sparse=EVERY_LAYER,
+        mtp_routed_key="dspark_n_routed_experts",
     ),
     Family(
         name="DeepSeek-V3",
@@ -135,6 +165,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=_types("dots3_note", "dots3_note_text"),
         source="transformers 5.24 dots3_note: shared width is shared_experts_intermediate_size x n_shared_experts",
         shared_width_key="shared_experts_intermediate_size",
+        routed_per_layer_key="pyramid_num_routed",
     ),
     Family(
         name="MiniMax-M3",
@@ -179,6 +210,7 @@ FAMILIES: tuple[Family, ...] = (
         n_shared_key=None,
         fixed_shared=1,
         gated=True,
+        sparse=QWEN,
     ),
     Family(
         name="Qwen3.5",
@@ -192,6 +224,7 @@ FAMILIES: tuple[Family, ...] = (
         mtp_key="mtp_num_hidden_layers",
         fixed_shared=1,
         gated=True,
+        sparse=QWEN,
     ),
     Family(
         name="Alice AI",
@@ -204,6 +237,7 @@ FAMILIES: tuple[Family, ...] = (
         n_shared_key=None,
         fixed_shared=1,
         gated=True,
+        sparse=QWEN,
     ),
     Family(
         name="Ernie-4.5",
@@ -211,6 +245,7 @@ FAMILIES: tuple[Family, ...] = (
         source="vLLM 0.33 model_executor/models/ernie45_moe.py:133-184; transformers 5.24 ernie4_5_vl_moe (list-valued widths)",
         n_routed_key="moe_num_experts",
         n_shared_key="moe_num_shared_experts",
+        sparse=ERNIE,
     ),
     Family(
         name="Llama 4",
@@ -223,6 +258,7 @@ FAMILIES: tuple[Family, ...] = (
         n_shared_key=None,
         mtp_key=None,
         fixed_shared=1,
+        sparse=None,
         sections=("text_config", ""),
     ),
     Family(
@@ -233,6 +269,7 @@ FAMILIES: tuple[Family, ...] = (
         n_routed_key="num_experts",
         n_shared_key="num_shared_expert",
         mtp_key=None,
+        sparse=None,
     ),
     Family(
         name="Hunyuan-V3",
@@ -259,6 +296,7 @@ FAMILIES: tuple[Family, ...] = (
         n_routed_key="moe_num_experts",
         n_shared_key=None,
         fixed_shared=1,
+        sparse=None,
         stacked=frozenset({"gate_proj", "up_proj", "down_proj"}),
     ),
 )

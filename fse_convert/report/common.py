@@ -68,6 +68,7 @@ def layer_json(judged: LayerVerdict) -> dict[str, Any]:
         "kind": layer.layer.kind.value,
         "verdict": judged.verdict.outcome.value,
         "reasons": [{"code": r.code, "message": r.message, "hint": r.hint} for r in judged.verdict.reasons],
+        "server": judged.server.outcome.value,
         "routed": {"count": len(layer.layer.routed), "width": layer.routed.width, "format": layer.routed.label}
         if layer.routed
         else None,

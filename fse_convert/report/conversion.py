@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fse_convert.costs import Serving, padding
-from fse_convert.errors import Problem
-from fse_convert.fusion.megamoe import kernel_verdict
-from fse_convert.fusion.targets import MEGAMOE_128
+from fse_convert.checkpoint.ranges import Link
+from fse_convert.fusion.verdict import Outcome as Kind
+from fse_convert.notes import notes
 from fse_convert.plan import Plan
 from fse_convert.report.common import SCHEMA_VERSION, console, fold, layer_json, shown, size
 from fse_convert.report.proof import proof_json
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
 
     from fse_convert.pipeline import Outcome
 
-EXAMPLE_EP = 8
-"""Expert-parallel size for which costs per rank are shown: DeepSeek-V4.1 on one node of 8 GPUs."""
-CURRENT_SERVERS = "vLLM >= 0.31 and SGLang >= 0.5.23"
+FITS, FITS_NOT = "fits", "does not fit"
+"""What a layer is to the kernel contract."""
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -49,7 +47,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "shards": shards,
         "sidecar": [{"name": s.name, "bytes_out": s.size, "tensors": len(s.tensors)} for s in plan.sidecar],
         "config_edits": [{"section": e.section, "key": e.key, "from": e.old, "to": e.new} for e in plan.config_edits],
-        "notes": [{"code": n.code, "message": n.message, "where": n.where} for n in notes(plan)],
+        "server": server_json(plan),
+        "notes": [{"code": n.code, "message": n.message, "where": n.where} for n in notes(plan, size=size)],
     }
 
 
@@ -58,25 +57,6 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     files = dict(sorted(outcome.written.files.items()))
     proof = proof_json(outcome.proof) if outcome.proof else None
     return {**plan_json(outcome.plan), "files": files, "bytes": dict(sorted(outcome.written.bytes.items())), "proof": proof}
-
-
-def notes(plan: Plan) -> list[Problem]:
-    """What the user should know though nothing is wrong: config conflicts, and padding that buys nothing."""
-    found = [*plan.checkpoint.notes, *plan.description.conflicts]
-    without = [kernel_verdict(v.layer, MEGAMOE_128, plan.options.target.pairings) for v in plan.verdicts]
-    if plan.padded and without and all(v.fused for v in without):
-        message = f"{padding_cost(plan)} {CURRENT_SERVERS} fuse the source as it is: --target megamoe-128 pads nothing"
-        found.append(Problem("padding-not-needed", message))
-    return found
-
-
-def padding_cost(plan: Plan) -> str:
-    """What padding costs, in a sentence: bytes on disk and per rank."""
-    cost = padding(plan.description, plan.width)
-    rank = cost.per_rank(Serving(ep=EXAMPLE_EP))
-    return (
-        f"Padding {plan.source_width} to {plan.width} costs {size(cost.disk)} on disk and {size(rank)} per rank at EP {EXAMPLE_EP}."
-    )
 
 
 def print_plan(plan: Plan, *, title: str) -> None:
@@ -94,10 +74,10 @@ def print_plan(plan: Plan, *, title: str) -> None:
         out.print(f"config.json: {edit.section + '.' if edit.section else ''}{edit.key} {edit.old} -> {edit.new}")
 
 
-def print_notes(plan: Plan) -> None:
+def print_notes(plan: Plan, link: Link) -> None:
     """Print notes to stderr."""
     err = console(stderr=True)
-    for note in notes(plan):
+    for note in notes(plan, size=size, linked=link is Link.HARD):
         err.print(f"note[{note.code}]: {note}", markup=False)
 
 
@@ -106,8 +86,34 @@ def _headline(plan: Plan, title: str) -> str:
     widths = (
         f"width {plan.source_width} -> {plan.width}" if plan.width != plan.source_width else f"width {plan.width}, nothing to pad"
     )
-    fused = f"{plan.fused_layers} of {len(plan.verdicts)} MoE layers fuse"
-    return f"{title}: {family.name if family else '?'}, {plan.options.contract.name}, {widths}; {fused}"
+    fit = f"{plan.fused_layers} of {len(plan.verdicts)} layers fit {plan.options.contract.name}"
+    server = server_sentence(plan)
+    return f"{title}: {family.name if family else '?'}, {widths}; {fit}" + (f"; {server}" if server else "")
+
+
+def server_sentence(plan: Plan) -> str:
+    """What the server that was converted for makes of the output; empty for a bare contract."""
+    target, verdict = plan.options.target, plan.server
+    if target.is_contract:
+        return ""
+    fused = sum(v.server.fused for v in plan.verdicts)
+    if verdict.outcome is Kind.REFUSED:
+        return f"{target.title} refuses MegaMoE ({verdict.reasons[0].code})"
+    if fused or target.fuses:
+        why = f" ({verdict.reasons[0].code})" if verdict.reasons else ""
+        return f"{target.title} fuses {fused} of {len(plan.verdicts)}{why}"
+    return f"{target.title} runs MegaMoE, with the shared expert beside it"
+
+
+def server_json(plan: Plan) -> dict[str, Any] | None:
+    """The same as JSON; None for a bare contract."""
+    target, verdict = plan.options.target, plan.server
+    if target.is_contract:
+        return None
+    reasons = [{"code": r.code, "message": r.message, "hint": r.hint} for r in verdict.reasons]
+    fused = sum(v.server.fused for v in plan.verdicts)
+    found = {"target": target.name, "verdict": verdict.outcome.value, "fused": verdict.fused, "fused_layers": fused}
+    return {**found, "reasons": reasons}
 
 
 def _layer_table(plan: Plan) -> Table:
@@ -115,13 +121,13 @@ def _layer_table(plan: Plan) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("layers", "routed experts", "shared expert", "after conversion"):
+    for column in ("layers", "routed experts", "shared expert", plan.options.contract.name):
         table.add_column(column)
     for names, judged in fold(plan.verdicts):
         layer = judged.layer
         routed = f"{len(layer.layer.routed)} x {layer.routed.label}" if layer.routed else "-"
         verdict = judged.verdict
-        text = verdict.outcome.value + "".join(f"\n{r.code}: {r.message}" for r in verdict.reasons)
+        text = (FITS if verdict.fused else FITS_NOT) + "".join(f"\n{r.code}: {r.message}" for r in verdict.reasons)
         table.add_row(names, routed, layer.shared.label if layer.shared else "-", text)
     return table
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from fse_convert.eligibility import Answer, Question
+from fse_convert.fusion.targets import CONTRACT
 from fse_convert.fusion.verdict import Outcome, Reason
 from fse_convert.inspection import Inspection
 from fse_convert.models.describe import Description, LayerDescription
@@ -73,7 +74,7 @@ def sections(found: Inspection, *, everything: bool = False) -> list[Section]:
     """Arrange the answers by question. ``everything``: bare contracts and targets without a path get rows too."""
     listed = []
     for question in Question:
-        answers = [a for a in found.answers if a.question is question and (everything or a.engine != "contract")]
+        answers = [a for a in found.answers if a.question is question and (everything or a.engine != CONTRACT)]
         silent = [] if everything else [a for a in answers if _is_silent(a)]
         rows = tuple(_rows(a for a in answers if a not in silent))
         if answers:

@@ -50,7 +50,7 @@ def print_targets() -> None:
         pads = f", pads routed to {t.routed_pad}" if t.routed_pad else ""
         table.add_row(t.name, t.contract.name, f"% {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no")
     out.print(Question.NATIVE.heading, table, sep="\n")
-    _print_needs({t.needs: t.engine for t in TARGETS if t.engine != "contract"})
+    _print_needs({t.needs: t.engine for t in TARGETS if not t.is_contract})
     for question, rows in ((Question.AITER, AITER_TARGETS), (Question.SLOTS, SLOT_TARGETS)):
         out.print(f"\n{question.heading}; inspect only", ", ".join(t.name for t in rows), sep="\n  ")
         _print_needs({t.needs: t.name for t in rows})

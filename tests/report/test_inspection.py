@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 import pytest
-from in_memory import Model, checkpoint
+from in_memory import Model, checkpoint, plans_of
 
 from fse_convert.costs import Serving, costs
 from fse_convert.eligibility import Subject, judge
@@ -26,7 +26,7 @@ def inspection(model: Model, serving: Serving | None = None, problems: tuple[Pro
         about,
         answers,
         costs(about.description, serving or Serving(), widths),
-        advise(about, answers, widths),
+        advise(about, answers, plans_of(about, model.tensors())),
         problems,
         (),
         (),

@@ -1,0 +1,58 @@
+"""Notes of a conversion: said where they are true of this checkpoint, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Made = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
+
+
+def codes(run: Run, source: Path, out: Path, *options: object) -> dict[str, str]:
+    """Messages by code, of a plan."""
+    code, text, err = run(source, out, "--dry-run", "--json", *options)
+    assert code == 0, err
+    return {n["code"]: f"{n['where']} {n['message']}" for n in json.loads(text)["notes"]}
+
+
+def test_padding_is_needless_where_servers_fuse_the_source(made: Made, tmp_path: Path, run: Run) -> None:
+    found = codes(run, made(layers=1), tmp_path / "out")
+    assert "vLLM >= 0.31 and SGLang >= 0.5.23 fuse the source as it is" in found["padding-not-needed"]
+    assert "SGLang >= 0.5.22" in codes(run, made("v4-flash", layers=1), tmp_path / "out")["padding-not-needed"]
+
+
+@pytest.mark.parametrize(("kind", "options"), [("v4-flash-base", []), ("v3", ["--allow-unfused"]), ("bf16", ["--allow-unfused"])])
+def test_no_server_fuses_these_as_they_are(kind: str, options: list[str], made: Made, tmp_path: Path, run: Run) -> None:
+    assert "padding-not-needed" not in codes(run, made(kind, layers=2), tmp_path / "out", *options)
+
+
+@pytest.mark.parametrize("options", [["--tp", 16], ["--target", "vllm-0.30"], ["--target", "sglang-0.5.21"]])
+def test_padding_that_was_asked_for_is_not_needless(options: list[object], made: Made, tmp_path: Path, run: Run) -> None:
+    assert "padding-not-needed" not in codes(run, made(layers=1), tmp_path / "out", *options)
+
+
+def test_padding_without_a_fitting_layer_fuses_nothing(made: Made, tmp_path: Path, run: Run) -> None:
+    found = codes(run, made("bf16", layers=1), tmp_path / "out", "--allow-unfused")
+    assert "padding fuses nothing here" in found["padding-fuses-nothing"]
+    assert "padding-fuses-nothing" not in codes(run, made(layers=1), tmp_path / "out")
+
+
+def test_where_nothing_is_padded_only_the_sidecar_is_new(made: Made, tmp_path: Path, run: Run) -> None:
+    found = codes(run, made(layers=1), tmp_path / "out", "--target", "megamoe-128")
+    assert "2 of 2 layers fit megamoe-128 as they are: only fse/ is new; --link hard avoids copying" in found["nothing-to-pad"]
+    assert "fit vLLM 0.33 as they are" in codes(run, made(layers=1), tmp_path / "out", "--target", "vllm-0.33")["nothing-to-pad"]
+    assert "nothing-to-pad" not in codes(run, made(layers=1), tmp_path / "out")
+    _, _, err = run(made(layers=1), tmp_path / "out", "--dry-run", "--target", "megamoe-128", "--link", "hard")
+    assert "note[nothing-to-pad]" in err
+    assert "--link hard" not in err
+
+
+def test_files_that_still_state_the_old_width_are_named(made: Made, tmp_path: Path, run: Run) -> None:
+    found = codes(run, made(layers=1), tmp_path / "out")
+    assert found["width-beside"].startswith("inference/config.json still says moe_inter_dim 384")
+    assert "width-beside" not in codes(run, made(layers=1), tmp_path / "out", "--target", "megamoe-128")
+    assert "width-beside" not in codes(run, made(layers=1), tmp_path / "out", "--experts", "shared")
