@@ -169,9 +169,7 @@ def deep_gemm(peer: wheels.Peer) -> SimpleNamespace:
     package.__path__ = [str(folder)]
     vars(package)["_C"] = compiled
     # 16 bytes: the TMA rule. The compiled function was seen to return the same.
-    vars(compiled)["get_tma_aligned_size"] = lambda mn, element_size: (
-        -(-mn // (16 // element_size)) * (16 // element_size)
-    )
+    vars(compiled)["get_tma_aligned_size"] = lambda mn, element_size: -(-mn // (16 // element_size)) * (16 // element_size)
     vars(compiled).update({function: _compiled(function) for function in _VLLM_COMPILED if in_vllm})
     sys.modules[name], sys.modules[compiled.__name__] = package, compiled
     mega = importlib.import_module(f"{name}.mega")
@@ -293,9 +291,7 @@ def vllm_0_33_experts(hidden: int, routed_width: int, shared_width: int, block: 
         intermediate_size=routed_width,
         activation=code.MegaMoEActivation(clamp=10.0),
         weight_format=code.MEGA_MOE_MXFP4,
-        shared_experts=SimpleNamespace(
-            gate_up_proj=empty(2 * shared_width, hidden), down_proj=empty(hidden, shared_width)
-        ),
+        shared_experts=SimpleNamespace(gate_up_proj=empty(2 * shared_width, hidden), down_proj=empty(hidden, shared_width)),
         prefix=f"{LAYER}.experts",
     )
 
@@ -313,9 +309,7 @@ def _by_vllm_0_33(mlp: SharedMlp) -> KernelWeights:
         prefix = f"{LAYER}.shared_experts.{projection}"
         loaded.add(experts.load_shared_expert_weight(f"{prefix}.weight", weight.view(torch.float8_e4m3fn)))
         loaded.add(experts.load_shared_expert_weight(f"{prefix}.{scale_name}", scale.view(torch.float8_e8m0fnu)))
-    held = {
-        f"{LAYER}.experts.{name}": value for name, value in experts.named_parameters() if name.startswith("shared_")
-    }
+    held = {f"{LAYER}.experts.{name}": value for name, value in experts.named_parameters() if name.startswith("shared_")}
     assert loaded == set(held)
     kinds = ("l1_weight", "l1_weight_scale", "l2_weight", "l2_weight_scale")
     return KernelWeights(*(held[f"{LAYER}.experts.shared_{kind}"] for kind in kinds))

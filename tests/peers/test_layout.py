@@ -187,9 +187,7 @@ def no_utccp(patch: pytest.MonkeyPatch) -> KernelWeights:
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> KernelWeights:
     mlp = checkpoint(SMALL)
-    swapped = SharedMlp(
-        mlp.up, mlp.gate, mlp.down, mlp.up_scale, mlp.gate_scale, mlp.down_scale, mlp.block, mlp.experts
-    )
+    swapped = SharedMlp(mlp.up, mlp.gate, mlp.down, mlp.up_scale, mlp.gate_scale, mlp.down_scale, mlp.block, mlp.experts)
     return by_us(swapped, SMALL.target)
 
 
@@ -238,9 +236,7 @@ ALL_BYTES = (torch.arange(256)[:, None] + 37 * torch.arange(8)).to(torch.uint8)
 """Every byte in each of the four places of a word."""
 
 
-@pytest.mark.parametrize(
-    "peer", [wheels.SGL_DEEP_GEMM_0_1_7, wheels.SGL_DEEP_GEMM_0_2_3, wheels.SGL_DEEP_GEMM_0_2_5], ids=str
-)
+@pytest.mark.parametrize("peer", [wheels.SGL_DEEP_GEMM_0_1_7, wheels.SGL_DEEP_GEMM_0_2_3, wheels.SGL_DEEP_GEMM_0_2_5], ids=str)
 @pytest.mark.parametrize("to_fp32", [published.fp32, ue8m0.to_fp32])
 def test_the_packer_keeps_all_256_scale_bytes(to_fp32, peer: wheels.Peer) -> None:
     with peers_at_hand():
