@@ -15,6 +15,7 @@ from fse_convert.checkpoint.jobs import Job, run_jobs
 from fse_convert.checkpoint.ranges import Link, carry
 from fse_convert.checkpoint.source import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.transaction import Staging
+from fse_convert.codes import expert_codes, scans
 from fse_convert.originals import encode_json
 from fse_convert.plan import LAYOUT, LAYOUT_VERSION, ConfigEdit, Plan, ShardPlan, SidecarPlan
 from fse_convert.rewrite import one_thread, reading, write_shard, write_sidecar
@@ -53,7 +54,8 @@ def write_output(plan: Plan, folder: LocalFolder, staging: Staging, link: Link, 
     EnvironmentFailure, OSError.
     """
     written = Written()
-    jobs = [_main_job(plan, shard, folder, link) for shard in plan.shards]
+    codes = expert_codes(plan.description)
+    jobs = [_main_job(plan, shard, folder, link, codes) for shard in plan.shards]
     jobs += [_sidecar_job(plan, sidecar, folder) for sidecar in plan.sidecar]
     with one_thread():
         how = run_jobs(jobs, staging, workers, lambda *told: observe(Event(*told)))
@@ -85,7 +87,7 @@ def fingerprint(plan: Plan, folder: LocalFolder) -> dict[str, Any]:
     }
 
 
-def _main_job(plan: Plan, shard: ShardPlan, folder: LocalFolder, link: Link) -> Job:
+def _main_job(plan: Plan, shard: ShardPlan, folder: LocalFolder, link: Link, codes: Mapping[str, tuple[int, ...]]) -> Job:
     def rewrite(path: Path, progress: Callable[[int], None]) -> str:
         with reading(folder, plan.checkpoint.shards) as reader:
             write_shard(shard, reader, path, progress)
@@ -98,7 +100,8 @@ def _main_job(plan: Plan, shard: ShardPlan, folder: LocalFolder, link: Link) -> 
 
     if shard.rewritten:
         return Job(shard.name, shard.size, rewrite)
-    return Job(shard.name, shard.size, bring, folder.path(shard.name) if link is Link.HARD else None)
+    linked = folder.path(shard.name) if link is Link.HARD else None
+    return Job(shard.name, shard.size, bring, linked, scans(shard.source, codes))
 
 
 def _sidecar_job(plan: Plan, sidecar: SidecarPlan, folder: LocalFolder) -> Job:

@@ -182,6 +182,27 @@ def test_bad_input(name: str, source: Make, tmp_path: Path, run: Run, digest: Di
     assert name.split(maxsplit=1)[0] in {p["code"] for p in report["problems"]}
 
 
+@pytest.mark.parametrize(
+    ("tensor", "at", "code", "place"),
+    [
+        ("layers.0.ffn.experts.1.w2.scale", 12, b"\xff", "row 1, column 0"),
+        ("layers.1.ffn.shared_experts.w1.weight", 512 * 3 + 9, b"\x7f", "row 3, column 9"),
+        ("mtp.0.ffn.experts.0.w3.scale", 17, b"\xff", "row 1, column 1"),
+    ],
+)
+def test_nan_codes_are_found_where_nothing_is_padded_too(
+    tensor: str, at: int, code: bytes, place: str, source: Make, tmp_path: Path, run: Run
+) -> None:
+    root, out = source(), tmp_path / "out"
+    poke(root, tensor, at, code)
+    status, _, err = run(root, out, "--target", "megamoe-128", "--workers", "1")
+    assert status == 3
+    assert "error[nan]" in err
+    assert place in err
+    assert tensor in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
 def test_mixed_layers_are_refused_even_when_unfused_layers_may_pass(source: Make, tmp_path: Path, run: Run) -> None:
     root = source()
     for p in (1, 2, 3):

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
+from typing import NoReturn
 
 import xxhash
 
@@ -30,16 +31,28 @@ class Cancelled(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Scan:
+    """File offsets ``[start, end)`` in which no byte may be one of ``codes``; ``refuse`` is told the offset and raises."""
+
+    start: int
+    end: int
+    codes: tuple[int, ...]
+    refuse: Callable[[int], NoReturn]
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One file: its name, its size in bytes, and what writes it to a path and says how.
 
-    ``linked``: the file that it is to be a hard link of, which takes no space and is not read.
+    ``linked``: the file that it is to be a hard link of, which takes no space and is not read. ``scans``: what to look for
+    when it is read back.
     """
 
     name: str
     size: int
     write: Callable[[Path, Callable[[int], None]], str]
     linked: Path | None = None
+    scans: tuple[Scan, ...] = ()
 
 
 def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, tick: Tick) -> dict[str, str]:
@@ -64,20 +77,30 @@ def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, tick: Tick) ->
     return {job.name: how[job.name] for job in jobs}
 
 
-def digest(path: Path) -> str:
-    """XXH3-128 of a file, as hex."""
+def digest(path: Path, scans: tuple[Scan, ...] = ()) -> str:
+    """XXH3-128 of a file, as hex; looks for forbidden bytes on the way."""
     hashed = xxhash.xxh3_128()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
-        buffer = memoryview(bytearray(min(BUFFER, size)))
+        buffer = bytearray(min(BUFFER, size))
         for at in range(0, size, BUFFER):
-            part = buffer[: min(BUFFER, size - at)]
+            part = memoryview(buffer)[: min(BUFFER, size - at)]
             read_into(fd, part, at)
             hashed.update(part)
+            _look(scans, buffer, at, len(part))
     finally:
         os.close(fd)
     return hashed.hexdigest()
+
+
+def _look(scans: tuple[Scan, ...], buffer: bytearray, at: int, size: int) -> None:
+    for scan in scans:
+        first, last = max(scan.start - at, 0), min(scan.end - at, size)
+        for code in scan.codes if first < last else ():
+            hit = buffer.find(code, first, last)
+            if hit >= 0:
+                scan.refuse(at + hit)
 
 
 class _Run:
@@ -97,7 +120,7 @@ class _Run:
             path = self.staging.path(job.name)
             how = job.write(path, lambda n: self._progress(job.name, n))
             linked = job.linked is not None and path.samefile(job.linked)
-            record = {"size": job.size, "xxh3_128": None if linked else digest(path), "how": how}
+            record = {"size": job.size, "xxh3_128": None if linked else digest(path, job.scans), "how": how}
             with self.lock:
                 self.staging.journal.add(job.name, record)
         self._tell(job.name, job.size, done=True, how=how)
