@@ -18,6 +18,7 @@ import math
 import re
 import statistics
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -444,4 +445,5 @@ def main(out: Path, kind: str, **knobs: Any) -> None:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     main()

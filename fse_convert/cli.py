@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,12 +18,14 @@ import click
 
 import fse_convert
 from fse_convert.checkpoint.ranges import Link
-from fse_convert.errors import Bug, ExitCode, FseConvertError, Interrupted, Problem, UsageError
+from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError
 from fse_convert.fusion.targets import TARGETS, find_target
 from fse_convert.plan import Experts, Options
 from fse_convert.verify.findings import Level
 
 DEBUG = "FSE_CONVERT_DEBUG"
+CLOSED_PIPE = 141
+"""What a program that SIGPIPE ended would exit with."""
 STOP_WITHIN = 0.7
 """Seconds that a stopped run has to end by itself."""
 EXIT_CODES = """
@@ -82,7 +85,7 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
 )  # fmt: skip
 @click.option(
     "--tp",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=1024),
     default=1,
     show_default=True,
     help="Tensor-parallel size that the width must also divide by.",
@@ -248,6 +251,8 @@ def inspect(
     from fse_convert.report.inspection_html import html as page
 
     names = inspection.target_names((*only, *require))
+    if html:
+        pipeline.check_report(html, checkpoint)
     with pipeline.environment(checkpoint):
         folder = inspection.open_folder(checkpoint)
         found = inspection.inspect(folder, Serving(tp, ep), names if only else frozenset(), thorough=bool(require))
@@ -256,7 +261,7 @@ def inspect(
         click.echo(printed, color=colored())
     if html:
         with pipeline.environment(html):
-            html.write_text(page(found, only), encoding="utf-8")
+            html.write_bytes(page(found, only).encode("utf-8", "backslashreplace"))
     for line in complaints(found, require):
         click.echo(line, err=True)
     if code:
@@ -288,13 +293,15 @@ def _target(name: str) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with a documented code; bad input never shows a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - closed by a daemon, for good
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     with _stoppable():
         code = _run(args)
     sys.exit(code)
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal asked the program to stop."""
+class Stopped(BaseException):
+    """A signal asked the program to stop; no KeyboardInterrupt, which click turns into something of its own."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -326,25 +333,40 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 def _run(args: list[str]) -> int:
     as_json = "--json" in args or "--format=json" in args or "--format json" in " ".join(args)
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and this tool needs no numpy
     try:
-        code = cli.main(args, standalone_mode=False, prog_name="fse-convert")
+        code = cli.main(args or ["--help"], standalone_mode=False, prog_name="fse-convert")
+        sys.stdout.flush()
     except FseConvertError as e:
         return _fail(e, as_json=as_json)
-    except (click.exceptions.Abort, KeyboardInterrupt) as e:
+    except (Stopped, click.exceptions.Abort, KeyboardInterrupt) as e:
         code = e.code if isinstance(e, Stopped) else 130
         stopped = Problem("interrupted", "stopped by a signal", hint="the same command goes on with what is finished")
         return _fail(Interrupted(stopped), as_json=as_json, code=code)
     except click.ClickException as e:
         return _fail(UsageError(Problem("usage", e.format_message(), hint="see: fse-convert --help")), as_json=as_json)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except (BrokenPipeError, SystemExit):  # click turns a closed pipe into an exit with 1
+        _silence()
+        return CLOSED_PIPE
+    except OSError as e:
+        _silence()
+        problem = Problem(
+            "output-lost", f"the result could not be printed: {e.strerror or e}", "stdout", "what was written to disk is there"
+        )
+        return _fail(EnvironmentFailure(problem), as_json=False)
     except Exception as e:
         if os.environ.get(DEBUG):
             raise
         hint = f"please report it with what {DEBUG}=1 shows; the source was not changed"
         return _fail(Bug(Problem("bug", f"{type(e).__name__}: {e}", hint=hint)), as_json=as_json)
     return code if isinstance(code, int) else int(ExitCode.OK)
+
+
+def _silence() -> None:
+    """Send what is still to be printed nowhere, so that the interpreter's last flush finds nothing to complain about."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError, ValueError):
+        os.dup2(null, sys.stdout.fileno())
 
 
 def _fail(error: FseConvertError, *, as_json: bool, code: int | None = None) -> int:

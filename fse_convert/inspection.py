@@ -19,7 +19,7 @@ from fse_convert.eligibility import ALL_TARGETS, Answer, Subject, judge, subject
 from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.fusion.scales import UNREAD, Scales
 from fse_convert.fusion.targets import CONTRACTS, find_target
-from fse_convert.models.describe import NOT_UNDERSTOOD, Description, describe, kernel_tensors
+from fse_convert.models.describe import LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, describe, kernel_tensors
 from fse_convert.plan import Options
 from fse_convert.planning import needed_width, planner
 from fse_convert.recommendation import Advice, advise
@@ -59,7 +59,13 @@ class Inspection:
         """A broken checkpoint comes first, then required targets that do not fuse."""
         if self.problems:
             return ExitCode.INVALID
-        return ExitCode.NO if self.failing(required) else ExitCode.OK
+        names = list(required)
+        return ExitCode.NO if names and (self.failing(names) or self.contradictions) else ExitCode.OK
+
+    @property
+    def contradictions(self) -> tuple[Problem, ...]:
+        """Conflicts by which a server that believes the config would not load the tensors: no server fuses what it cannot load."""
+        return tuple(c for c in self.conflicts if c.code in LOAD_CONFLICTS)
 
 
 def target_names(names: Iterable[str]) -> frozenset[str]:

@@ -16,7 +16,7 @@ from fse_convert.checkpoint.source import MANIFEST, SUFFIX, open_checkpoint
 from fse_convert.checkpoint.transaction import Staging, check_output, check_space, stage
 from fse_convert.claims import parse_claims
 from fse_convert.contents import read_contents
-from fse_convert.errors import EnvironmentFailure, Problem, VerificationFailure
+from fse_convert.errors import EnvironmentFailure, Problem, UsageError, VerificationFailure
 from fse_convert.manifest import finish, manifest
 from fse_convert.models.describe import describe
 from fse_convert.originals import encode_json
@@ -222,7 +222,7 @@ def restore(out: Path, original: Path, link: Link, observe: Observer) -> Restore
     from fse_convert.claims import read_claims
     from fse_convert.restore import open_output, restored_size, write_original
 
-    check_output(out, original, overwrite=False)
+    check_output(out, original, overwrite=False, replaceable=False)
     folder = LocalFolder(out)
     with environment(original):
         claims, checkpoint = read_claims(folder), open_output(folder)
@@ -244,6 +244,20 @@ def _events(observe: Observer) -> Callable[[str, int, bool], None]:
             observe(Event(name, size, done=done and " of " in name))
 
     return tell
+
+
+def check_report(path: Path, checkpoint: str) -> None:
+    """Refuse to write a report over a file that is no report, or into the checkpoint that it is about."""
+    if (
+        path.exists()
+        and path.is_file()
+        and path.stat().st_size
+        and not path.read_bytes()[:15].lower().startswith(b"<!doctype html")
+    ):
+        raise UsageError(Problem("report-exists", "a file that is no HTML report is there already", str(path), "give another name"))
+    if "://" not in checkpoint and Path(checkpoint).resolve() in path.resolve().parents:
+        hint = "the source is never written; write the report elsewhere"
+        raise UsageError(Problem("report-in-source", "the report would lie in the checkpoint", str(path), hint))
 
 
 def disk_needed(plan: Plan, folder: LocalFolder, link: Link) -> int:

@@ -20,7 +20,7 @@ import xxhash
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo
 from fse_convert.checkpoint.ranges import Link, carry, read_into, write_all
-from fse_convert.checkpoint.source import CONFIG, INDEX, SIDECAR, Checkpoint, Shard, read_checkpoint
+from fse_convert.checkpoint.source import CONFIG, INDEX, SIDECAR, Checkpoint, Shard, read_checkpoint, some
 from fse_convert.checkpoint.transaction import Staging
 from fse_convert.claims import Claims
 from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure
@@ -63,6 +63,7 @@ def write_original(
 
     Raises VerificationFailure when the output is not as its manifest describes it, and OSError.
     """
+    _check_complete(folder, claims)
     done = Restored(digests=claims.tensors is not None)
     writer = _Restoring(folder, claims, staging, link, observe, done)
     for shard in checkpoint.shards:
@@ -75,6 +76,14 @@ def write_original(
         if not name.startswith(f"{SIDECAR}/"):
             writer.carry(name)
     return done
+
+
+def _check_complete(folder: LocalFolder, claims: Claims) -> None:
+    """Refuse to call complete what lacks a file of the original."""
+    expected = {*claims.source["shards"], *claims.source["files"], *(claims.files or ())}
+    missing = sorted(n for n in expected if n not in folder.files and not n.startswith(f"{SIDECAR}/"))
+    if missing:
+        raise _unlike("file-missing", some(missing), "the manifest names files that are not there")
 
 
 def _totals(checkpoint: Checkpoint, claims: Claims) -> tuple[int, int]:

@@ -151,10 +151,10 @@ def _lock(root: Path, out: Path) -> int:
         os.close(fd)
 
 
-def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
+def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool = True) -> None:
     """Refuse an output that is, holds or lies in the source, and one that exists unless it may be overwritten.
 
-    ``overwrite`` replaces an empty folder or an output of this tool, nothing else.
+    ``overwrite`` replaces an empty folder or an output of this tool, nothing else; ``replaceable``: whether to suggest it.
     """
     if out.name in ("", ".."):
         raise UsageError(Problem("output-unnamed", "the output needs a name of its own", str(out), "give the name of a new folder"))
@@ -165,7 +165,7 @@ def check_output(source: Path, out: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise _exists(out)
+        raise _exists(out, replaceable=replaceable)
     if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
         hint = "remove it yourself if that is what you want"
         raise UsageError(
@@ -199,8 +199,8 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _exists(out: Path) -> UsageError:
-    hint = "choose another folder, or --overwrite to replace an earlier output"
+def _exists(out: Path, *, replaceable: bool = True) -> UsageError:
+    hint = "choose another folder" + (", or --overwrite to replace an earlier output" if replaceable else "")
     return UsageError(Problem("output-exists", "the output exists already", str(out), hint))
 
 

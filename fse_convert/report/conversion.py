@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,9 @@ def print_plan(plan: Plan, *, title: str) -> None:
 def print_notes(plan: Plan, link: Link) -> None:
     """Print notes to stderr."""
     err = console(stderr=True)
-    for note in notes(plan, size=size, linked=link is Link.HARD):
-        err.print(f"note[{note.code}]: {note}", markup=False)
+    with suppress(OSError, SystemExit):  # rich ends the program at a closed pipe: notes are not worth that
+        for note in notes(plan, size=size, linked=link is Link.HARD):
+            err.print(f"note[{note.code}]: {note}", markup=False)
 
 
 def _headline(plan: Plan, title: str) -> str:

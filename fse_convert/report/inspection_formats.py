@@ -52,6 +52,8 @@ def colored() -> bool:
 def complaints(found: Inspection, required: Sequence[str]) -> list[str]:
     """What goes to stderr: everything that is broken, and the required targets that do not fuse, with every reason."""
     lines = [line for problem in found.problems for line in common.problem_lines(problem)]
+    if required:
+        lines += [line for problem in found.contradictions for line in common.problem_lines(problem)]
     for answer in found.failing(required):
         reasons = "; ".join(f"{r.code}: {r.message}" for r in answer.objections)
         lines.append(f"error[not-fused]: {answer.name} does not fuse every layer: {reasons}")

@@ -114,7 +114,7 @@ def _cell(content: str) -> str:
 
 def workflow_commands(found: Inspection, required: Sequence[str]) -> list[str]:
     """Workflow commands: an error for what is broken and for required targets that do not fuse, a warning for conflicts."""
-    lines = [_command("error", p.code, str(p)) for p in found.problems]
+    lines = [_command("error", p.code, str(p)) for p in (*found.problems, *(found.contradictions if required else ()))]
     for answer in found.failing(required):
         for reason in answer.objections:
             lines.append(_command("error", f"{answer.name} does not fuse", f"{reason.code}: {reason.message}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from fse_convert.report.common import console, size
@@ -69,4 +69,5 @@ class Heartbeat:
             eta = max(0, self.total - self.bytes) / rate if rate else 0
             done = f"{self.done}/{self.files} done  {size(self.bytes)} of {size(self.total)}"
             what = f"{event.file} {event.how}".strip()
-            print(f"{done}  {size(rate)}/s  eta {eta:.0f} s  {what}", file=sys.stderr, flush=True)  # noqa: T201 - this is the report
+            with suppress(OSError):  # that nobody reads it any more is no reason to stop the work
+                print(f"{done}  {size(rate)}/s  eta {eta:.0f} s  {what}", file=sys.stderr, flush=True)  # noqa: T201

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,12 +60,32 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ram(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in memory where there is one: thousands of runs with dozens of fsyncs each would wait for the disk all day."""
+    memory = Path("/dev/shm")
+    if not (memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1 << 30):
+        yield tmp_path_factory.mktemp("ram")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="fse-convert-", dir=memory))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def ram_path(ram: Path) -> Iterator[Path]:
+    """An empty folder in memory, gone after the test."""
+    folder = Path(tempfile.mkdtemp(dir=ram))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny(ram: Path) -> Path:
     """The smallest checkpoint that has everything: two layers, MTP, shards to rewrite and to carry."""
     from make_checkpoint import make_checkpoint
 
     knobs = {"hidden": 512, "width": 128, "layers": 1, "experts": 1, "vocab": 8, "engram_rows": 8, "mtp_experts": 1}
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "source", "v4.1-flash", **knobs)
+    return make_checkpoint(ram / "tiny" / "source", "v4.1-flash", **knobs)
 
 
 Convert = Callable[..., dict[str, Any]]

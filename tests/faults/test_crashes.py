@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,16 @@ Digest = Callable[[Path], dict[str, str]]
 FAST = ("--verify", "storage", "--workers", "1")
 
 
+@pytest.fixture
+def tmp_path(ram_path: Path) -> Path:
+    """Everything here happens in memory."""
+    return ram_path
+
+
 @pytest.fixture(scope="module")
-def golden(tiny: Path, server: Any, digest: Digest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], int]:
+def golden(tiny: Path, server: Any, digest: Digest, ram: Path) -> tuple[dict[str, str], int]:
     """Digests of an uninterrupted run, and how many operations it takes."""
-    folder = tmp_path_factory.mktemp("golden")
+    folder = Path(tempfile.mkdtemp(dir=ram))
     answer = server.run(folder, tiny, folder / "out", *FAST)
     assert answer["code"] == 0
     return digest(folder / "out"), answer["count"]
