@@ -23,7 +23,7 @@ def main() -> None:
             os.dup2(null, 1)
             os.dup2(null, 2)
             try:
-                run([source, out])
+                run([source, out, "--verify", "storage"])
             except SystemExit as e:
                 os._exit(int(e.code or 0))
         time.sleep(float(seconds))
