@@ -88,4 +88,10 @@ def tiny(ram: Path) -> Path:
     return make_checkpoint(ram / "tiny" / "source", "v4.1-flash", **knobs)
 
 
-Convert = Callable[..., dict[str, Any]]
+@pytest.fixture(scope="session")
+def golden(tiny: Path, server: Server, digest: Callable[[Path], dict[str, str]], ram: Path) -> tuple[dict[str, str], int]:
+    """Digests of an uninterrupted run with storage proof and one worker, and how many operations it takes."""
+    folder = Path(tempfile.mkdtemp(dir=ram))
+    answer = server.run(folder, tiny, folder / "out", "--verify", "storage", "--workers", "1")
+    assert answer["code"] == 0
+    return digest(folder / "out"), answer["count"]

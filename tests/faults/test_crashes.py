@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,15 +23,6 @@ FAST = ("--verify", "storage", "--workers", "1")
 def tmp_path(ram_path: Path) -> Path:
     """Everything here happens in memory."""
     return ram_path
-
-
-@pytest.fixture(scope="module")
-def golden(tiny: Path, server: Any, digest: Digest, ram: Path) -> tuple[dict[str, str], int]:
-    """Digests of an uninterrupted run, and how many operations it takes."""
-    folder = Path(tempfile.mkdtemp(dir=ram))
-    answer = server.run(folder, tiny, folder / "out", *FAST)
-    assert answer["code"] == 0
-    return digest(folder / "out"), answer["count"]
 
 
 def check_between(folder: Path, out: Path, golden: dict[str, str], digest: Digest) -> None:

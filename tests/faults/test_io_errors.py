@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,6 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errn
 def tmp_path(ram_path: Path) -> Path:
     """Everything here happens in memory."""
     return ram_path
-
-
-@pytest.fixture(scope="module")
-def golden(tiny: Path, server: Any, digest: Digest, ram: Path) -> tuple[dict[str, str], int]:
-    """Digests of an uninterrupted run, and how many operations it takes."""
-    folder = Path(tempfile.mkdtemp(dir=ram))
-    answer = server.run(folder, tiny, folder / "out", *FAST)
-    assert answer["code"] == 0
-    return digest(folder / "out"), answer["count"]
 
 
 @pytest.mark.parametrize("action", ["error", "errors"], ids=["once", "from then on"])
