@@ -7,7 +7,7 @@ DEMO ?= demo
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test fast lint format peers gpu-check clean
+.PHONY: help demo test fast lint format peers gpu-check docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,14 @@ peers: $(VENV)/dev ## the published vLLM, SGLang and DeepGEMM code against ours,
 
 gpu-check: $(VENV)/dev ## what needs a CUDA device; says what it needs when there is none
 	$(PYTEST) -m gpu -rs
+
+docs: $(VENV)/dev ## docs/targets.md from the data, docs/inspect.svg from a real run
+	$(BIN)/python docs/make.py
+
+bench: $(VENV)/dev ## conversion against cp, proof against cat, memory by workers; needs about 40 GB in the temporary folder
+	$(BIN)/python tests/benchmarks/convert.py
+	$(BIN)/python tests/benchmarks/verify.py
+	$(BIN)/python tests/benchmarks/memory.py
 
 clean: ## remove the demo, the virtual environment and the peers
 	rm -rf $(DEMO) $(VENV) .peers

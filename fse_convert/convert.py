@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from fse_convert.checkpoint.transaction import Staging
 from fse_convert.codes import expert_codes, scans
 from fse_convert.originals import encode_json
 from fse_convert.plan import LAYOUT, LAYOUT_VERSION, ConfigEdit, Plan, ShardPlan, SidecarPlan
-from fse_convert.rewrite import one_thread, reading, write_shard, write_sidecar
+from fse_convert.threads import import_beside, one_torch_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +47,42 @@ class Written:
 Observer = Callable[[Event], None]
 
 
-def write_output(plan: Plan, folder: LocalFolder, staging: Staging, link: Link, workers: int, observe: Observer) -> Written:
-    """Write every file of the output but the manifest into the staging folder, weights first.
+def output_jobs(plan: Plan, folder: LocalFolder, link: Link) -> list[Job]:
+    """The files with tensors that make up an output, each as a job: shards that are carried over, rewritten ones, ``fse/``."""
+    codes = expert_codes(plan.description)
+    # Copies first: torch, which rewriting needs, is still being imported.
+    shards = sorted(plan.shards, key=lambda s: s.rewritten)
+    main = [_main_job(plan, shard, folder, link, codes) for shard in shards]
+    return main + [_sidecar_job(plan, sidecar, folder) for sidecar in plan.sidecar]
 
-    ``workers``: shards written at a time. Raises InvalidCheckpoint when the data holds what the headers could not show,
+
+def write_jobs(jobs: Sequence[Job], staging: Staging, workers: int, observe: Observer) -> Written:
+    """Write files into the staging folder, or find that they are there already.
+
+    ``workers``: files written at a time. Raises InvalidCheckpoint when the data holds what the headers could not show,
     EnvironmentFailure, OSError.
     """
-    written = Written()
-    codes = expert_codes(plan.description)
-    jobs = [_main_job(plan, shard, folder, link, codes) for shard in plan.shards]
-    jobs += [_sidecar_job(plan, sidecar, folder) for sidecar in plan.sidecar]
-    with one_thread():
-        how = run_jobs(jobs, staging, workers, lambda *told: observe(Event(*told)))
+    import_beside("fse_convert.rewrite")
+    return written(jobs, run_jobs(jobs, staging, workers, lambda *told: observe(Event(*told))))
+
+
+def written(jobs: Sequence[Job], how: Mapping[str, str]) -> Written:
+    """What jobs wrote, from how each came to be."""
+    done = Written()
     for job in jobs:
-        written.add(job.name, how[job.name], job.size)
+        done.add(job.name, how[job.name], job.size)
+    return done
+
+
+def write_beside(plan: Plan, folder: LocalFolder, staging: Staging, done: Written) -> None:
+    """Write what holds no tensors, after the weights: config, indexes, and every other file of the source. Raises OSError."""
     for name in plan.checkpoint.others:
         carry(folder.path(name), staging.path(name), Link.AUTO)
         folder.check(name)
-        written.add(name, "copied beside", folder.files[name])
+        done.add(name, "copied beside", folder.files[name])
     for name, data in small_files(plan, folder).items():
         staging.write(name, data)
-        written.add(name, "written", len(data))
-    return written
+        done.add(name, "written", len(data))
 
 
 def fingerprint(plan: Plan, folder: LocalFolder) -> dict[str, Any]:
@@ -89,7 +103,9 @@ def fingerprint(plan: Plan, folder: LocalFolder) -> dict[str, Any]:
 
 def _main_job(plan: Plan, shard: ShardPlan, folder: LocalFolder, link: Link, codes: Mapping[str, tuple[int, ...]]) -> Job:
     def rewrite(path: Path, progress: Callable[[int], None]) -> str:
-        with reading(folder, plan.checkpoint.shards) as reader:
+        from fse_convert.rewrite import reading, write_shard
+
+        with one_torch_thread(), reading(folder, plan.checkpoint.shards) as reader:
             write_shard(shard, reader, path, progress)
         return "rewritten"
 
@@ -106,7 +122,9 @@ def _main_job(plan: Plan, shard: ShardPlan, folder: LocalFolder, link: Link, cod
 
 def _sidecar_job(plan: Plan, sidecar: SidecarPlan, folder: LocalFolder) -> Job:
     def write(path: Path, progress: Callable[[int], None]) -> str:
-        with reading(folder, plan.checkpoint.shards) as reader:
+        from fse_convert.rewrite import reading, write_sidecar
+
+        with one_torch_thread(), reading(folder, plan.checkpoint.shards) as reader:
             write_sidecar(sidecar, reader, path, progress)
         return "kernel layout"
 

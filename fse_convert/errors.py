@@ -46,6 +46,10 @@ class FseConvertError(Exception):
         super().__init__("\n".join(str(p) for p in problems))
         self.problems = problems
 
+    def __reduce__(self) -> tuple[type[FseConvertError], tuple[Problem, ...]]:
+        """Let it travel between processes whole."""
+        return type(self), self.problems
+
 
 class UsageError(FseConvertError):
     """The arguments do not fit together or name something that does not exist."""

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.jobs import Job, write_job
+from fse_convert.checkpoint.journal import differences
 from fse_convert.checkpoint.ranges import Link
-from fse_convert.checkpoint.source import MANIFEST, SUFFIX, open_checkpoint
-from fse_convert.checkpoint.transaction import Staging, check_output, check_space, stage
+from fse_convert.checkpoint.share import Share
+from fse_convert.checkpoint.source import MANIFEST, SUFFIX, open_checkpoint, some
+from fse_convert.checkpoint.transaction import MARGIN, Staging, check_output, check_space, free_space, stage
 from fse_convert.claims import parse_claims
 from fse_convert.contents import read_contents
+from fse_convert.convert import Event, Observer, Written, fingerprint, output_jobs, small_files, write_beside, write_jobs, written
 from fse_convert.errors import EnvironmentFailure, Problem, UsageError, VerificationFailure
 from fse_convert.manifest import finish, manifest
 from fse_convert.models.describe import describe
+from fse_convert.needs import Needs, only
+from fse_convert.needs import needs as what_it_needs
 from fse_convert.originals import encode_json
 from fse_convert.plan import Options, Plan
 from fse_convert.planning import make_plan
 from fse_convert.verify.findings import Level
 
 if TYPE_CHECKING:
-    from fse_convert.convert import Observer, Written
     from fse_convert.restore import Restored
     from fse_convert.verify.proof import Proof
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +52,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One conversion: where from, where to, and how."""
+    """One conversion: where from, where to, and how.
+
+    ``share``: write this part of the files only. ``ray``: address of the cluster that writes them.
+    """
 
     source: Path
     out: Path
@@ -51,6 +65,8 @@ class Request:
     verify: Level = Level.NUMERICS
     workers: int = 2
     restart: bool = False
+    share: Share | None = None
+    ray: str | None = None
 
 
 def plan_conversion(source: Path, options: Options) -> tuple[Plan, LocalFolder]:
@@ -63,7 +79,21 @@ def plan_conversion(source: Path, options: Options) -> tuple[Plan, LocalFolder]:
         checkpoint = open_checkpoint(folder)
         description = describe(checkpoint)
         contents = read_contents(checkpoint, folder, description)
-    return make_plan(checkpoint, description, options, contents), folder
+    plan = make_plan(checkpoint, description, options, contents)
+    family = description.family.name if description.family else "no known family"
+    logger.info(
+        "planned: %s, %d tensors in %d shards, %d of them rewritten, width %d -> %d, %d of %d layers fit %s",
+        family,
+        len(checkpoint.tensors),
+        len(plan.shards),
+        sum(s.rewritten for s in plan.shards),
+        plan.source_width,
+        plan.width,
+        plan.fused_layers,
+        len(plan.verdicts),
+        options.contract.name,
+    )
+    return plan, folder
 
 
 @contextmanager
@@ -89,6 +119,7 @@ ERRNO_HINTS = {
     errno.EMFILE: ("too-many-files", "raise the limit: ulimit -n"),
     errno.ENFILE: ("too-many-files", "the system has too many open files"),
     errno.ENAMETOOLONG: ("name-too-long", "choose a shorter output path"),
+    errno.ENOLCK: ("no-locks", "the file system cannot lock files: write the output to one that can"),
     errno.EIO: ("io-error", "the disk reported an error: check it before trying again"),
 }
 
@@ -104,17 +135,63 @@ def convert(request: Request, observe: Observer) -> Outcome:
 
 
 def run(request: Request, plan: Plan, folder: LocalFolder, observe: Observer) -> Outcome:
-    """Carry out a plan; see `convert`."""
-    from fse_convert.convert import fingerprint, write_output
-
-    with environment(request.out):
-        check_space(request.out, disk_needed(plan, folder, request.link) - Staging(request.out).held())
-        with _resumable(request.out), stage(request.out, fingerprint(plan, folder), restart=request.restart) as staging:
-            written = write_output(plan, folder, staging, request.link, request.workers, observe)
+    """Carry out a plan; see `convert`. With ``request.share``, write that part of the files and publish nothing."""
+    share, out = request.share, request.out
+    jobs = output_jobs(plan, folder, request.link)
+    jobs = share.of(jobs) if share else jobs
+    with environment(out):
+        held = Staging(out).held([job.name for job in jobs] if share else None)
+        check_space(out, needs(request, plan, folder).disk - held)
+        part = str(share) if share else ""
+        with _resumable(out), stage(out, fingerprint(plan, folder), restart=request.restart, part=part) as staging:
+            done = _write(request, jobs, fingerprint(plan, folder), staging, observe)
+            if share:
+                return Outcome(plan, done, None)
+            write_beside(plan, folder, staging, done)
             proof, size = _prove(request, plan, folder, staging, observe)
-            written.add(MANIFEST, "written", size)
+            done.add(MANIFEST, "written", size)
             staging.publish()
-    return Outcome(plan, written, proof)
+    return Outcome(plan, done, proof)
+
+
+def _write(request: Request, jobs: list[Job], mark: dict[str, Any], staging: Staging, observe: Observer) -> Written:
+    """Write files here, or on a Ray cluster."""
+    from fse_convert.cluster import run_on_ray
+
+    if request.ray is None:
+        return write_jobs(jobs, staging, request.workers, observe)
+    order = Order(request.source.absolute(), request.out.absolute(), request.options, request.link, json.dumps(mark))
+    how = run_on_ray(jobs, staging, request.ray, partial(write_one, order), lambda *told: observe(Event(*told)))
+    return written(jobs, how)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a process elsewhere must know to write a file of a conversion; ``mark`` is the run's fingerprint as JSON."""
+
+    source: Path
+    out: Path
+    options: Options
+    link: Link
+    mark: str
+
+
+def write_one(order: Order, name: str) -> dict[str, Any]:
+    """Write one file of an output into its staging folder, in any process that sees the same folders.
+
+    Returns the file's line for the journal. Raises UsageError when source or version differ here, else as `convert`.
+    """
+    return write_job(_jobs_of(order)[name], Staging(order.out), lambda _: None)
+
+
+@lru_cache(maxsize=1)
+def _jobs_of(order: Order) -> dict[str, Job]:
+    """The files of an output by name; planned once per process."""
+    plan, folder = plan_conversion(order.source, order.options)
+    if changed := differences(json.loads(order.mark), json.loads(json.dumps(fingerprint(plan, folder)))):
+        hint = "install the same version on every node, and let all of them see the same file system"
+        raise UsageError(Problem("node-differs", f"a node sees something else: {some(changed)}", str(order.source), hint))
+    return {job.name: job for job in output_jobs(plan, folder, order.link)}
 
 
 @contextmanager
@@ -134,7 +211,6 @@ def _prove(request: Request, plan: Plan, folder: LocalFolder, staging: Staging, 
 
     Returns the proof, and the manifest's size in bytes. Raises VerificationFailure.
     """
-    from fse_convert.convert import small_files
     from fse_convert.verify.expected import open_source
     from fse_convert.verify.proof import failure, manifest_json, prove
 
@@ -153,21 +229,23 @@ def _prove(request: Request, plan: Plan, folder: LocalFolder, staging: Staging, 
         )
         if proof.failed:
             raise failure(proof)
+        logger.info("proved up to %s", request.verify.value)
     files, tensors = (proof.storage.files, proof.storage.tensors) if proof else (None, None)
     raw = encode_json(finish(draft, manifest_json(proof), files, tensors))
     staging.write(MANIFEST, raw)
     return proof, len(raw)
 
 
-def workload(plan: Plan, folder: LocalFolder, level: Level) -> tuple[int, int]:
+def workload(plan: Plan, folder: LocalFolder, request: Request) -> tuple[int, int]:
     """Bytes that a conversion writes and reads back, and how often a file or a layer is finished: for progress."""
-    written, sidecar = sum(s.size for s in plan.shards), sum(s.size for s in plan.sidecar)
-    beside = sum(folder.files[n] for n in plan.checkpoint.others)
-    files = len(plan.shards) + len(plan.sidecar)
+    jobs, level = output_jobs(plan, folder, request.link), request.verify
+    if request.share:
+        jobs, level = request.share.of(jobs), Level.NONE
+    written = sum(job.size for job in jobs)
     if level is Level.NONE:
-        return written + sidecar, files
+        return written, len(jobs)
     layers = sum(len(s.tensors) // 4 for s in plan.sidecar) * max(0, level.rank - 1)
-    return 2 * (written + sidecar) + beside, 2 * files + layers
+    return 2 * written, 2 * len(jobs) + layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +262,8 @@ class Check:
 def reading(check: Check) -> tuple[int, int]:
     """Bytes of an output that `verify` or `restore` reads, and how often a file is finished: for progress."""
     files = LocalFolder(check.out).files
-    return sum(files.values()), sum(n.endswith(SUFFIX) for n in files)
+    shards = [size for name, size in files.items() if name.endswith(SUFFIX)]
+    return sum(shards), len(shards)
 
 
 def verify(check: Check, observe: Observer) -> Proof:
@@ -234,14 +313,13 @@ def restore(out: Path, original: Path, link: Link, observe: Observer) -> Restore
 
 
 def _events(observe: Observer) -> Callable[[str, int, bool], None]:
-    """Turn what a proof or a restoration tells of its progress into events; that a small file is finished is none."""
-    from fse_convert.convert import Event
+    """Turn what a proof or a restoration tells of its progress into events; what is no shard counts for nothing."""
 
     def tell(name: str, size: int, done: bool) -> None:
         if name.endswith(SUFFIX):
             observe(Event(name, size, done=done, how="read back"))
         else:
-            observe(Event(name, size, done=done and " of " in name))
+            observe(Event(name, done=done and " of " in name))
 
     return tell
 
@@ -260,7 +338,12 @@ def check_report(path: Path, checkpoint: str) -> None:
         raise UsageError(Problem("report-in-source", "the report would lie in the checkpoint", str(path), hint))
 
 
-def disk_needed(plan: Plan, folder: LocalFolder, link: Link) -> int:
-    """Bytes that the output takes at most; hard links take none, a clone may fall back to a copy."""
-    shards = sum(s.size for s in plan.shards if s.rewritten or link is not Link.HARD)
-    return shards + sum(s.size for s in plan.sidecar) + sum(folder.files[n] for n in plan.checkpoint.others)
+def needs(request: Request, plan: Plan, folder: LocalFolder) -> Needs:
+    """Tell what a request takes of the machine. Raises EnvironmentFailure."""
+    with environment(request.out):
+        free = free_space(request.out) - MARGIN
+    linked = request.link is Link.HARD
+    found = what_it_needs(plan, folder.files, request.verify, request.workers, linked=linked, free=free)
+    if request.share is None:
+        return found
+    return only(found, {job.name for job in request.share.of(output_jobs(plan, folder, request.link))}, request.workers)

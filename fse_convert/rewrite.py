@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.checkpoint.ranges import copy_range, read_into, write_all
+from fse_convert.checkpoint.ranges import copy_range, read_into, write_all, writing_back
 from fse_convert.checkpoint.source import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import megamoe, ue8m0
@@ -87,25 +87,12 @@ def reading(folder: LocalFolder, shards: tuple[Shard, ...]) -> Iterator[Reader]:
         reader.close()
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch on one thread.
-
-    Copying rows of a kilobyte is no work for a thread pool: waiting for its threads makes it up to 30 times slower on
-    a busy machine.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def write_shard(plan: ShardPlan, reader: Reader, path: Path, progress: Progress) -> None:
     """Write one rewritten standard-layout shard durably: copied ranges and grown tensors, in the source's order."""
     with _new_file(path) as fd:
         write_all(fd, plan.header)
+        progress = writing_back(fd, progress)
+        progress(len(plan.header))
         for run in _runs(plan.tensors):
             first, growth = run[0].source, run[0].growth
             if growth is None:
@@ -121,6 +108,8 @@ def write_sidecar(plan: SidecarPlan, reader: Reader, path: Path, progress: Progr
     """Write one kernel-layout shard durably."""
     with _new_file(path) as fd:
         write_all(fd, plan.header)
+        progress = writing_back(fd, progress)
+        progress(len(plan.header))
         for tensor in plan.tensors:
             _write(fd, kernel_rows(tensor, reader), progress)
 

@@ -293,5 +293,5 @@ def test_layers_without_kernel_layout_have_no_numerics(made: Make, tmp_path: Pat
 
 def test_help_needs_no_torch() -> None:
     for command in ("--help", "verify --help", "restore --help"):
-        code = f"import sys; from fse_convert.cli import _run; _run({command.split()!r}); sys.exit('torch' in sys.modules)"
+        code = f"import sys; from fse_convert.cli.process import _run; _run({command.split()!r}); sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

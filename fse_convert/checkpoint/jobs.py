@@ -5,19 +5,21 @@ Threads are enough: copying, reading, writing, syncing and hashing all happen ou
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import xxhash
 
 from fse_convert.checkpoint.ranges import read_into
 from fse_convert.checkpoint.transaction import Staging, check_space
 
+logger = logging.getLogger(__name__)
 BUFFER = 4 << 20
 POLL = 0.1
 """Seconds between two looks at whether a signal has come."""
@@ -53,6 +55,33 @@ class Job:
     write: Callable[[Path, Callable[[int], None]], str]
     linked: Path | None = None
     scans: tuple[Scan, ...] = ()
+
+
+def trusted(job: Job, staging: Staging) -> str | None:
+    """How a file came to be that the journal vouches for, once it has been hashed again; None when it must be written."""
+    known = staging.journal.done.get(job.name)
+    if known is None:
+        return None
+    path, hashed = staging.folder / job.name, known.get("xxh3_128")
+    try:
+        if not path.stat().st_size == job.size == known.get("size"):
+            return None
+        # Whether the source of a hard link is still the same, the fingerprint tells.
+        same = digest(path) == hashed if hashed else job.linked is not None and path.samefile(job.linked)
+    except OSError:
+        return None
+    logger.info("%s: finished by an earlier run, %s", job.name, "its hash agrees" if same else "but not what it was: written anew")
+    return str(known["how"]) if same else None
+
+
+def write_job(job: Job, staging: Staging, progress: Callable[[int], None]) -> dict[str, Any]:
+    """Write one file durably and read it back; returns its line for the journal, which is for the caller to write."""
+    check_space(staging.out, 0 if job.linked else job.size)
+    path = staging.path(job.name)
+    logger.debug("%s: writing %d bytes", job.name, job.size)
+    how = job.write(path, progress)
+    linked = job.linked is not None and path.samefile(job.linked)
+    return {"size": job.size, "xxh3_128": None if linked else digest(path, job.scans), "how": how}
 
 
 def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, tick: Tick) -> dict[str, str]:
@@ -111,32 +140,16 @@ class _Run:
         self.lock = Lock()
 
     def job(self, job: Job) -> tuple[str, str]:
-        known = self.staging.journal.done.get(job.name)
-        if known is not None and self._trusted(job, known):
+        how = trusted(job, self.staging)
+        if how is not None:
             self._tell(job.name, job.size, done=False, how="")
-            how = str(known["how"])
         else:
-            check_space(self.staging.out, 0 if job.linked else job.size)
-            path = self.staging.path(job.name)
-            how = job.write(path, lambda n: self._progress(job.name, n))
-            linked = job.linked is not None and path.samefile(job.linked)
-            record = {"size": job.size, "xxh3_128": None if linked else digest(path, job.scans), "how": how}
+            record = write_job(job, self.staging, lambda n: self._progress(job.name, n))
+            how = str(record["how"])
             with self.lock:
                 self.staging.journal.add(job.name, record)
         self._tell(job.name, job.size, done=True, how=how)
         return job.name, how
-
-    def _trusted(self, job: Job, known: Mapping[str, object]) -> bool:
-        path = self.staging.folder / job.name
-        hashed = known.get("xxh3_128")
-        try:
-            if not path.stat().st_size == job.size == known.get("size"):
-                return False
-            if hashed is None:  # a hard link: whether the source is still the same, the fingerprint tells
-                return job.linked is not None and path.samefile(job.linked)
-            return digest(path) == hashed
-        except OSError:
-            return False
 
     def _progress(self, name: str, n: int) -> None:
         if self.stop.is_set():

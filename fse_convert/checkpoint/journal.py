@@ -1,8 +1,8 @@
 """The journal of a conversion: which files are finished, so that a killed run can go on where it was.
 
 One JSON object a line. The first is the fingerprint of the run: what must be the same for its files to be of any use.
-Each other line names a finished file with its digest, and is written after the file itself is on disk. A torn last
-line is a line that is not there.
+Each other line names a finished file with its digest, and is written after the file itself is on disk. A torn line is
+a line that is not there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 from fse_convert.checkpoint.ranges import write_all
 
 VERSION = 1
+JOURNAL = "journal"
+"""File name of a whole run's journal; a part's is followed by a dot and the part."""
 
 
 class Journal:
@@ -27,9 +29,14 @@ class Journal:
         self.done = dict(done)
 
     def create(self) -> None:
-        """Start anew: a journal that holds the fingerprint alone."""
+        """Start a file that holds the fingerprint alone."""
         self._append({"journal": VERSION, **self.fingerprint}, os.O_TRUNC)
-        self.done.clear()
+
+    def resume(self) -> None:
+        """Go on with a file whose last line may be torn: what follows gets a line of its own."""
+        raw = self.path.read_bytes()
+        if raw and not raw.endswith(b"\n"):
+            self._write(b"\n", os.O_APPEND)
 
     def add(self, name: str, record: Mapping[str, Any]) -> None:
         """Record a finished file durably."""
@@ -37,9 +44,12 @@ class Journal:
         self.done[name] = dict(record)
 
     def _append(self, entry: Mapping[str, Any], flags: int) -> None:
+        self._write(json.dumps(entry, sort_keys=True).encode("ascii") + b"\n", flags)
+
+    def _write(self, data: bytes, flags: int) -> None:
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
         try:
-            write_all(fd, json.dumps(entry, sort_keys=True).encode("ascii") + b"\n")
+            write_all(fd, data)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -51,20 +61,24 @@ def read_journal(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    entries: list[dict[str, Any]] = []
-    for line in raw.split(b"\n")[:-1]:  # what follows the last newline was torn
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(entry, dict):
-            break
-        entries.append(entry)
-    if not entries or entries[0].get("journal") != VERSION:
+    lines = [_parsed(line) for line in raw.split(b"\n")[:-1]]  # what follows the last newline was torn
+    if not lines or not lines[0]:
+        return None
+    entries = [line for line in lines if line]
+    if entries[0].get("journal") != VERSION:
         return None
     fingerprint = {k: v for k, v in entries[0].items() if k != "journal"}
     done = {str(e["file"]): {k: v for k, v in e.items() if k != "file"} for e in entries[1:] if "file" in e}
     return fingerprint, done
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """One line; empty when it is torn."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 FICLONE = 0x40049409
 """Linux ioctl that makes one file share another's blocks, on file systems that can (btrfs, xfs)."""
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
+SYNC_FILE_RANGE_WRITE = 2
 STEP = 64 << 20
 """Bytes per copy_file_range call, so that progress is seen and signals are served."""
 BUFFER = 8 << 20
+WRITE_BACK = 32 << 20
+"""Bytes after which the system is asked to start writing them to disk."""
 NOT_HERE = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, errno.EPERM, errno.EBADF, errno.ETXTBSY}
 )
@@ -44,6 +49,7 @@ def copy_range(src: int, dst: int, offset: int, length: int, progress: Callable[
         except OSError as e:
             if copy is _through_buffer or e.errno not in NOT_HERE:
                 raise
+            logger.debug("no copy within the kernel (%s): through a buffer", e.strerror)
             copy = _through_buffer
             continue
         if n == 0:
@@ -66,6 +72,7 @@ def carry(source: Path, target: Path, link: Link, progress: Callable[[int], None
         except OSError as e:
             if e.errno not in NOT_HERE | {errno.EMLINK}:
                 raise
+            logger.info("%s: no hard link (%s), copied instead", target.name, e.strerror)
         else:
             return "hard link"
     src = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
@@ -74,7 +81,7 @@ def carry(source: Path, target: Path, link: Link, progress: Callable[[int], None
         try:
             cloned = link is Link.AUTO and _clone(src, dst)
             if not cloned:
-                copy_range(src, dst, 0, os.fstat(src).st_size, progress)
+                copy_range(src, dst, 0, os.fstat(src).st_size, writing_back(dst, progress))
             os.fsync(dst)
             return "clone" if cloned else "copy"
         finally:
@@ -101,6 +108,27 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(fd, view) :]
+
+
+def writing_back(fd: int, progress: Callable[[int], None] | None) -> Callable[[int], None]:
+    """A progress callback for what is appended to ``fd`` that also has it written to disk as it comes.
+
+    Otherwise the system waits until memory is full of it, and the disk idles until fsync. A hint: failures are no matter.
+    """
+    sync = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    start = os.lseek(fd, 0, os.SEEK_CUR)
+    done = begun = 0
+
+    def tell(n: int) -> None:
+        nonlocal done, begun
+        done += n
+        if sync is not None and done - begun >= WRITE_BACK:
+            sync(fd, ctypes.c_int64(start + begun), ctypes.c_int64(done - begun), SYNC_FILE_RANGE_WRITE)
+            begun = done
+        if progress:
+            progress(n)
+
+    return tell
 
 
 def read_into(fd: int, buffer: memoryview, offset: int) -> None:

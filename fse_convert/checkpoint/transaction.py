@@ -8,19 +8,21 @@ the same conversion goes on from there.
 from __future__ import annotations
 
 import errno
-import fcntl
+import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fse_convert.checkpoint.journal import Journal, differences, read_journal
+from fse_convert.checkpoint.journal import JOURNAL, Journal, differences, read_journal
+from fse_convert.checkpoint.lock import LOCK, locked
 from fse_convert.checkpoint.ranges import exchange, write_all
 from fse_convert.checkpoint.source import MANIFEST, some
-from fse_convert.errors import EnvironmentFailure, FseConvertError, Locked, Problem, UsageError
+from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError
 
+logger = logging.getLogger(__name__)
 MARGIN = 64 << 20
 """Bytes that must stay free beyond what the plan needs."""
 
@@ -33,12 +35,13 @@ class Staging:
         self.root = out.parent / f".{out.name}.fse-partial"
         self.folder = self.root / "output"
         self.old = self.root / "replaced"
-        self.journal = Journal(self.root / "journal", {}, {})
+        self.journal = Journal(self.root / JOURNAL, {}, {})
 
-    def held(self) -> int:
-        """Bytes that files of an unfinished run already take; hard links take none."""
-        found = (os.lstat(os.path.join(f, n)) for f, _, names in os.walk(self.folder) for n in names)
-        return sum(info.st_size for info in found if info.st_nlink == 1)
+    def held(self, names: Collection[str] | None = None) -> int:
+        """Bytes that files of unfinished runs already take, all of them or those ``names``; hard links take none."""
+        found = (Path(folder, name) for folder, _, inside in os.walk(self.folder) for name in inside)
+        sizes = (os.lstat(p) for p in found if names is None or str(p.relative_to(self.folder)) in names)
+        return sum(info.st_size for info in sizes if info.st_nlink == 1)
 
     def path(self, name: str) -> Path:
         """Path of an output file while it is being made; its folders exist afterwards, and no file of that name."""
@@ -58,6 +61,7 @@ class Staging:
 
     def publish(self) -> None:
         """Make every folder durable, then let the output appear by one rename."""
+        logger.info("publishing %s", self.out)
         for folder, _, _ in os.walk(self.folder, topdown=False):
             sync_folder(Path(folder))
         replaced = self.out.exists()
@@ -80,75 +84,60 @@ class Staging:
 
 
 @contextmanager
-def stage(out: Path, fingerprint: Mapping[str, Any] | None = None, *, restart: bool = False) -> Iterator[Staging]:
-    """Lock the staging folder of ``out`` and hand it over, with what an earlier run of the same ``fingerprint`` finished.
+def stage(out: Path, fingerprint: Mapping[str, Any] | None = None, *, restart: bool = False, part: str = "") -> Iterator[Staging]:
+    """Lock the staging folder of ``out`` and hand it over, with what earlier runs of the same ``fingerprint`` finished.
 
-    Without a fingerprint, and with ``restart``, the folder is emptied first. When the body fails for a reason that a
-    second try may not have (the machine, an interrupt), the folder stays for that try; otherwise it is removed.
+    Without a fingerprint, and with ``restart``, the folder is emptied first. ``part``: other parts of the same conversion
+    may be writing too, each with a journal of its own. When the body fails for a reason that a second try may not have
+    (the machine, an interrupt), the folder stays for that try; otherwise it is removed, unless it is shared.
     Raises Locked when another run holds it, UsageError when it is the rest of another conversion.
     """
     staging = Staging(out)
-    lock = _lock(staging.root, out)
-    try:
-        _prepare(staging, fingerprint, restart=restart)
+    with locked(staging.root, out, part):
+        _prepare(staging, fingerprint, restart=restart, part=part)
         try:
             yield staging
         except FseConvertError as e:
-            if fingerprint is None or not isinstance(e, EnvironmentFailure):
+            if not part and (fingerprint is None or not isinstance(e, EnvironmentFailure)):
                 _remove(staging.root)
             raise
         except Exception:
             if fingerprint is None:
                 _remove(staging.root)
             raise
-    finally:
-        os.close(lock)
 
 
-def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart: bool) -> None:
-    """Rescue what a dead run was replacing, then keep or discard what it left."""
-    if staging.old.exists():
+def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart: bool, part: str) -> None:
+    """Rescue what a dead run was replacing, then keep or discard what runs before it left."""
+    if not part and staging.old.exists():
         if staging.out.exists():
             shutil.rmtree(staging.old)
         else:
             os.rename(staging.old, staging.out)
-    found = None if fingerprint is None or restart else read_journal(staging.journal.path)
-    if found is not None and fingerprint is not None:
-        changed = differences(found[0], fingerprint)
-        if changed:
+    found = {} if fingerprint is None or restart else _journals(staging.root)
+    for old, _ in found.values():
+        if changed := differences(old, fingerprint or {}):
             message = f"an unfinished conversion lies here, made from something else: {some(changed)}"
             hint = "start anew with --restart, or give another output folder"
             raise UsageError(Problem("resume-differs", message, str(staging.root), hint))
-        staging.journal = Journal(staging.journal.path, fingerprint, found[1])
-        return
-    _clear(staging.root)
-    staging.folder.mkdir()
+    if not found and not part:  # nothing here is of use
+        _clear(staging.root)
+    staging.folder.mkdir(exist_ok=bool(found or part))
     if fingerprint is not None:
-        staging.journal = Journal(staging.journal.path, fingerprint, {})
-        staging.journal.create()
+        name = f"{JOURNAL}.{part}" if part else JOURNAL
+        logger.info("%s: %s", staging.root, f"going on after {', '.join(found)}" if found else "starting anew")
+        done = {file: record for _, files in found.values() for file, record in files.items()}
+        staging.journal = Journal(staging.root / name, fingerprint, done)
+        if name in found:
+            staging.journal.resume()
+        else:
+            staging.journal.create()
 
 
-def _lock(root: Path, out: Path) -> int:
-    """Lock the staging folder; the lock dies with the process."""
-    while True:
-        root.mkdir(parents=True, exist_ok=True)
-        try:
-            fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # a run that just finished removed it
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            os.close(fd)
-            hint = "wait for the other run, or give another output folder"
-            raise Locked(Problem("locked", "another run is writing this output", str(out), hint)) from e
-        except BaseException:
-            os.close(fd)
-            raise
-        with suppress(FileNotFoundError):
-            if os.stat(root).st_ino == os.fstat(fd).st_ino:
-                return fd
-        os.close(fd)
+def _journals(root: Path) -> dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
+    """The journals that can be read, by name: that of a whole run, and those of parts."""
+    read = {path.name: read_journal(path) for path in sorted(root.glob(f"{JOURNAL}*"))}
+    return {name: journal for name, journal in read.items() if journal is not None}
 
 
 def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool = True) -> None:
@@ -176,15 +165,24 @@ def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool 
         raise UsageError(Problem("output-mounted", message, str(out), "give a folder inside of it"))
 
 
+def free_space(out: Path) -> int:
+    """Bytes that are free where ``out`` will be."""
+    return shutil.disk_usage(_existing(out.parent)).free
+
+
 def check_space(out: Path, needed: int) -> None:
     """Refuse to go on when the file system of ``out`` has less room than is still needed plus a margin (bytes)."""
-    folder = out.parent
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = free_space(out)
     if free < needed + MARGIN:
         message = f"needs {needed:,} bytes and a margin of {MARGIN:,}, {free:,} are free"
-        raise EnvironmentFailure(Problem("no-space", message, str(folder), "free some space, or write to another disk"))
+        hint = "free some space, or write to another disk"
+        raise EnvironmentFailure(Problem("no-space", message, str(_existing(out.parent)), hint))
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def sync_folder(folder: Path) -> None:
@@ -211,6 +209,8 @@ def _remove(root: Path) -> None:
 
 def _clear(folder: Path) -> None:
     for item in folder.iterdir():
+        if item.name == LOCK:  # held by this run
+            continue
         if item.is_dir() and not item.is_symlink():
             shutil.rmtree(item)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,19 +10,24 @@ from fse_convert.fusion.verdict import Outcome as Kind
 from fse_convert.notes import notes
 from fse_convert.plan import Plan
 from fse_convert.report.common import SCHEMA_VERSION, console, fold, layer_json, shown, size
+from fse_convert.report.log import Log
 from fse_convert.report.proof import proof_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from fse_convert.checkpoint.share import Share
+    from fse_convert.needs import Needs
     from fse_convert.pipeline import Outcome
 
+RATES = (200 << 20, 2 << 30)
+"""Bytes per second of a network file system and of a fast local disk, for which a dry run says how long it takes."""
 FITS, FITS_NOT = "fits", "does not fit"
 """What a layer is to the kernel contract."""
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON: what each shard holds, bytes, verdicts."""
+def plan_json(plan: Plan, needs: Needs | None = None) -> dict[str, Any]:
+    """A plan as JSON: what each shard holds, bytes, verdicts; and of a dry run what it ``needs``."""
     contract = plan.options.contract
     shards = [
         {
@@ -50,6 +54,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "config_edits": [{"section": e.section, "key": e.key, "from": e.old, "to": e.new} for e in plan.config_edits],
         "server": server_json(plan),
         "notes": [{"code": n.code, "message": n.message, "where": n.where} for n in notes(plan, size=size)],
+        **({"needs": needs_json(needs)} if needs else {}),
     }
 
 
@@ -75,12 +80,51 @@ def print_plan(plan: Plan, *, title: str) -> None:
         out.print(f"config.json: {edit.section + '.' if edit.section else ''}{edit.key} {edit.old} -> {edit.new}")
 
 
-def print_notes(plan: Plan, link: Link) -> None:
+def print_notes(plan: Plan, link: Link, log: Log) -> None:
     """Print notes to stderr."""
-    err = console(stderr=True)
-    with suppress(OSError, SystemExit):  # rich ends the program at a closed pipe: notes are not worth that
-        for note in notes(plan, size=size, linked=link is Link.HARD):
-            err.print(f"note[{note.code}]: {note}", markup=False)
+    for note in notes(plan, size=size, linked=link is Link.HARD):
+        log.line("note", shown(f"note[{note.code}]: {note}"), code=note.code, message=note.message, where=note.where)
+
+
+def print_needs(needs: Needs) -> None:
+    """Print what happens to every file, and what a conversion takes of the machine."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("file", "what", "in", "out"):
+        table.add_column(column, justify="right" if column in ("in", "out") else "left", no_wrap=column != "file")
+    for row in needs.files:
+        table.add_row(shown(row.name), row.what, size(row.read) if row.read else "-", size(row.written) if row.written else "-")
+    out = console()
+    out.print(table)
+    out.print(f"disk: {size(needs.disk)} needed, {size(needs.free)} free{'' if needs.fits else ': NOT ENOUGH'}")
+    out.print(f"memory: at most {size(needs.memory)} beside the interpreter and torch")
+    moved = needs.read + needs.written
+    times = ", ".join(f"{duration(moved / rate)} at {size(rate)}/s" for rate in RATES)
+    out.print(f"time: reads {size(needs.read)} and writes {size(needs.written)}: about {times}")
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 1 else "a second"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def needs_json(needs: Needs) -> dict[str, Any]:
+    """The same as JSON, in bytes."""
+    files = [{"name": f.name, "what": f.what, "read": f.read, "written": f.written} for f in needs.files]
+    found = {"disk": needs.disk, "free": needs.free, "fits": needs.fits, "memory": needs.memory}
+    return {**found, "read": needs.read, "written": needs.written, "files": files}
+
+
+def print_part(outcome: Outcome, out: Path, share: Share) -> None:
+    """Print what a part of a conversion wrote, and what comes next."""
+    ways = ", ".join(f"{how} {size(n)}" for how, n in sorted(outcome.written.bytes.items()))
+    part = f"part {share.index} of {share.count}: {len(outcome.written.files)} files are there for {shown(out)}: {ways or 'none'}"
+    hint = "when every part is done, the same command without --shards proves them and publishes"
+    console().print(f"{part}\n{hint}", markup=False, soft_wrap=True)
 
 
 def _headline(plan: Plan, title: str) -> str:

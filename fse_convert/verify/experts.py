@@ -113,9 +113,7 @@ class KernelLayout:
 
 
 def _codes_at(weight: Tensor, row: Tensor) -> Tensor:
-    k = weight.shape[1]
-    offset = row[:, None] * k + torch.arange(k, device=row.device)
-    return weight.view(-1)[offset]
+    return weight[row]  # K is contiguous
 
 
 def _scales_at(stored: Tensor, row: Tensor, groups: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.claims import Claims
 from fse_convert.models.moe import Role
+from fse_convert.threads import one_torch_thread
 from fse_convert.verify.addresses import GROUP, ONE, BlockScales
 from fse_convert.verify.expected import KernelExpert, Source, kernel_experts
 from fse_convert.verify.experts import KernelLayout, SourceLayout
@@ -25,7 +26,7 @@ from fse_convert.verify.kernel import KernelProbe, KernelResult, check_kernel, p
 from fse_convert.verify.passes import choose
 from fse_convert.verify.pieces import SourceTensors, block_scales
 from fse_convert.verify.reference import NumericsResult, check_numerics, fused_expert, sample_hidden_states
-from fse_convert.verify.stream import InputFiles, input_files, one_torch_thread
+from fse_convert.verify.stream import InputFiles, input_files
 
 TOKENS = 16
 SEED = 0

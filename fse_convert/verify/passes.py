@@ -14,10 +14,11 @@ from typing import Any
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.source import MANIFEST, Checkpoint, Shard
 from fse_convert.originals import encode_json, sha256
+from fse_convert.threads import one_torch_thread
 from fse_convert.verify.expected import KernelExpert, Padded
 from fse_convert.verify.findings import Coverage, Findings, Progress, StorageResult
 from fse_convert.verify.pieces import SourceTensors, main_pieces, plain_pieces, sidecar_pieces
-from fse_convert.verify.stream import FileReport, InputFiles, Piece, input_files, one_torch_thread, walk
+from fse_convert.verify.stream import FileReport, InputFiles, Piece, input_files, walk
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read at a time: each keeps one core busy with comparing and one with SHA-256."""

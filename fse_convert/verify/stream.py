@@ -29,19 +29,6 @@ AHEAD = 16 << 20
 """How far in front of the reader the system is asked to read."""
 
 
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Keep torch's own threads out: files and layers have threads already, and nested ones get in each other's way."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class Memory:
     """Byte buffers that are used again and again, by purpose; each grows to the largest request."""
 

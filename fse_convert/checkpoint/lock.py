@@ -1,0 +1,56 @@
+"""Locks of a staging folder: one run alone, or several parts of one conversion side by side.
+
+Locks are `flock` on files, which die with their process and which NFS passes on to other machines; a folder cannot be
+locked there, since an exclusive lock needs a descriptor that may write.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fse_convert.errors import Locked, Problem
+
+LOCK = "lock"
+
+
+@contextmanager
+def locked(root: Path, out: Path, part: str = "") -> Iterator[None]:
+    """Hold the staging folder ``root`` of ``out``, creating it: alone, or as one ``part`` such as ``2-of-8`` beside others.
+
+    Raises Locked when that is not possible, OSError.
+    """
+    fds = [_hold(root, LOCK, out, fcntl.LOCK_SH if part else fcntl.LOCK_EX, "another run is writing this output")]
+    try:
+        if part:
+            fds.append(_hold(root, f"{LOCK}.{part}", out, fcntl.LOCK_EX, f"another run is writing part {part} of this output"))
+        yield
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _hold(root: Path, name: str, out: Path, kind: int, message: str) -> int:
+    path = root / name
+    while True:
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # a run that just finished removed the folder
+            continue
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            os.close(fd)
+            hint = "wait for the other run, or give another output folder"
+            raise Locked(Problem("locked", message, str(out), hint)) from e
+        except BaseException:
+            os.close(fd)
+            raise
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return fd
+        os.close(fd)

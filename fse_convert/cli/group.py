@@ -1,0 +1,48 @@
+"""The top of the command line, whose command ``convert`` may be left out."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+import click
+
+import fse_convert
+
+EXIT_CODES = """
+\b
+Exit codes:
+  0  done, or the answer is yes
+  1  the answer is no: a required target does not fuse, or a verification found a mismatch
+  2  the arguments do not fit
+  3  the checkpoint is broken, not understood, or not convertible as asked
+  4  the machine said no: space, permission, I/O, no GPU for what was asked; what is finished is kept
+  6  another run is writing the same output
+  70  a bug in fse-convert: please report it
+  130, 143, 129  stopped by SIGINT, SIGTERM, SIGHUP; what is finished is kept
+"""
+
+
+class DefaultGroup(click.Group):
+    """A group whose command ``convert`` may be left out: ``fse-convert CHECKPOINT OUT``."""
+
+    default = "convert"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Insert the default command unless one is named; a mistyped command is told apart from a path."""
+        if args and args[0] not in {*self.commands, "--help", "-h", "--version"}:
+            close = [] if args[0].startswith("-") else difflib.get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
+            if close and not os.path.lexists(args[0]):
+                raise click.UsageError(f"no command and no folder {args[0]!r}. Did you mean {close[0]!r}?", ctx)
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
+@click.version_option(fse_convert.__version__, prog_name="fse-convert")
+def cli() -> None:
+    """Make a MoE checkpoint's shared experts run fused in MegaMoE servers, offline, and prove it.
+
+    `fse-convert CHECKPOINT OUT` pads the experts to what the target's kernel accepts and writes the kernel layout of
+    the shared experts to OUT/fse. The source is never written; OUT appears complete or not at all.
+    """

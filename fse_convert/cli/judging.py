@@ -1,0 +1,105 @@
+"""What only looks: inspect, targets, completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fse_convert.cli.group import cli
+from fse_convert.cli.options import complete_target, json_option
+
+
+@cli.command()
+@click.argument("checkpoint")
+@click.option(
+    "--target",
+    "only",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete_target,
+    help="Judge this target only; may be given several times.",
+)
+@click.option(
+    "--require",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete_target,
+    help="Exit with 1 unless this target fuses every layer; repeatable.",
+)
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size, for costs and widths.")
+@click.option("--ep", type=click.IntRange(min=1), default=8, show_default=True, help="Expert-parallel size, for costs per rank.")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json", "markdown", "github"]), default="text", show_default=True,
+    help="github: annotations for GitHub Actions, then Markdown.",
+)  # fmt: skip
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report as one HTML file.")
+@json_option
+def inspect(
+    checkpoint: str,
+    only: tuple[str, ...],
+    require: tuple[str, ...],
+    tp: int,
+    ep: int,
+    form: str,
+    html: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Tell which servers fuse CHECKPOINT's shared experts, layer by layer, why not, and what it costs.
+
+    CHECKPOINT is a folder or hf://org/name[@revision]. Config and headers are read, and of a folder F32 scales of shared
+    experts; with --require also those of routed ones. The answers are three:
+    native MegaMoE fusion (NVIDIA), AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
+    """
+    from fse_convert import inspection, pipeline
+    from fse_convert.costs import Serving
+    from fse_convert.report.inspection_formats import Format, colored, complaints, render
+    from fse_convert.report.inspection_html import html as page
+
+    names = inspection.target_names((*only, *require))
+    if html:
+        pipeline.check_report(html, checkpoint)
+    with pipeline.environment(checkpoint):
+        folder = inspection.open_folder(checkpoint)
+        found = inspection.inspect(folder, Serving(tp, ep), names if only else frozenset(), thorough=bool(require))
+    code = found.exit_code(require)
+    if printed := render(found, Format.JSON if as_json else Format(form), only, require, code):
+        click.echo(printed, color=colored())
+    if html:
+        with pipeline.environment(html):
+            html.write_bytes(page(found, only).encode("utf-8", "backslashreplace"))
+    for line in complaints(found, require):
+        click.echo(line, err=True)
+    if code:
+        raise click.exceptions.Exit(int(code))
+
+
+@cli.command()
+@json_option
+def targets(*, as_json: bool) -> None:
+    """List the kernel contracts and server releases that --target knows."""
+    from fse_convert.report import common
+    from fse_convert.report import targets as table
+
+    if as_json:
+        click.echo(common.dump(table.targets_json()))
+    else:
+        table.print_targets()
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    r"""Print what makes SHELL complete commands, options and targets.
+
+    \b
+    bash:  fse-convert completion bash > ~/.local/share/bash-completion/completions/fse-convert
+    zsh:   fse-convert completion zsh > "${fpath[1]}/_fse-convert"
+    fish:  fse-convert completion fish > ~/.config/fish/completions/fse-convert.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    if kind is not None:
+        click.echo(kind(cli, {}, "fse-convert", "_FSE_CONVERT_COMPLETE").source())

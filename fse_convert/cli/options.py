@@ -1,0 +1,71 @@
+"""Options that several commands have, and types of their values."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from fse_convert.checkpoint.ranges import Link
+from fse_convert.checkpoint.share import Share
+from fse_convert.errors import Problem, UsageError
+from fse_convert.fusion.targets import TARGETS, Target, find_target
+from fse_convert.report.log import Log, listening
+
+Command = Callable[..., Any]
+MOST_PARTS = 10_000
+
+
+def json_option(command: Command) -> Command:
+    """Add ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also on failure.")(command)
+
+
+def link_option(to: str) -> Callable[[Command], Command]:
+    """Add ``--link``, for a command that writes a folder called ``to``."""
+    return click.option(
+        "--link", type=click.Choice([link.value for link in Link]), default=Link.AUTO.value, show_default=True,
+        help=f"How untouched shards reach {to}. auto: share blocks where the file system can, else copy. hard: hard links.",
+    )  # fmt: skip
+
+
+def log_options(command: Command) -> Command:
+    """Add ``-q``, ``-v`` and ``--log-json``; the command gets the ``log`` that they make."""
+
+    @click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+    @click.option("-v", "--verbose", count=True, help="Also what the program does; -vv: and every decision.")
+    @click.option("--log-json", is_flag=True, help="stderr as JSON, one object a line.")
+    @functools.wraps(command)
+    def run(*args: Any, quiet: bool, verbose: int, log_json: bool, **kwargs: Any) -> Any:
+        with listening(Log(quiet, verbose, log_json)) as log:
+            return command(*args, log=log, **kwargs)
+
+    return run
+
+
+def share_option(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Share | None:
+    """Parse ``I/N``: part I of N, from 1 on; click reports what does not fit."""
+    if value is None:
+        return None
+    index, slash, count = value.partition("/")
+    if slash and value.isascii() and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= MOST_PARTS:
+        return Share(int(index), int(count))
+    raise click.BadParameter(f"{value!r} is not I/N with 1 <= I <= N <= {MOST_PARTS}, such as 2/8")
+
+
+def complete_target(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Names of targets for the shell."""
+    return [t.name for t in TARGETS if t.name.startswith(incomplete)]
+
+
+def target(name: str) -> Target:
+    """The target of that name; raises UsageError with the nearest name."""
+    found = find_target(name)
+    if found is None:
+        close = difflib.get_close_matches(name, [t.name for t in TARGETS], n=1)
+        hint = f"did you mean {close[0]}?" if close else "see: fse-convert targets"
+        raise UsageError(Problem("target-unknown", f"no target {name!r}", "--target", hint))
+    return found

@@ -1,0 +1,125 @@
+"""The process around a command: signals, closed pipes, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TextIO
+
+import click
+
+from fse_convert.cli.group import cli
+from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError
+from fse_convert.report.log import Log
+
+DEBUG = "FSE_CONVERT_DEBUG"
+CLOSED_PIPE = 141
+"""What a program that SIGPIPE ended would exit with."""
+STOP_WITHIN = 0.7
+"""Seconds that a stopped run has to end by itself."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with a documented code; bad input never shows a traceback."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - closed by a daemon, for good
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    with _stoppable():
+        code = _run(args)
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _silence(sys.stderr)
+    sys.exit(code)
+
+
+class Stopped(BaseException):
+    """A signal asked the program to stop; no KeyboardInterrupt, which click turns into something of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.code = 128 + number
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Handle the signals that ask a program to stop, for as long as the command runs."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [signal.signal(number, _stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """Stop within a second, even while a thread waits for the disk: at every instant what is on disk can be gone on from."""
+    timer = threading.Timer(STOP_WITHIN, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
+    raise Stopped(number)
+
+
+def _run(args: list[str]) -> int:
+    as_json = "--json" in args or "--format=json" in args or "--format json" in " ".join(args)
+    log = Log(as_json="--log-json" in args)
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and this tool needs no numpy
+    try:
+        code = cli.main(args or ["--help"], standalone_mode=False, prog_name="fse-convert")
+        sys.stdout.flush()
+    except FseConvertError as e:
+        return _fail(e, log, as_json=as_json)
+    except (Stopped, click.exceptions.Abort, KeyboardInterrupt) as e:
+        code = e.code if isinstance(e, Stopped) else 130
+        stopped = Problem("interrupted", "stopped by a signal", hint="the same command goes on with what is finished")
+        return _fail(Interrupted(stopped), log, as_json=as_json, code=code)
+    except click.ClickException as e:
+        context = getattr(e, "ctx", None)
+        hint = f"see: {context.command_path if context else 'fse-convert'} --help"
+        return _fail(UsageError(Problem("usage", e.format_message(), hint=hint)), log, as_json=as_json)
+    except (BrokenPipeError, SystemExit):  # click turns a closed pipe into an exit with 1
+        _silence(sys.stdout)
+        return CLOSED_PIPE
+    except OSError as e:
+        _silence(sys.stdout)
+        problem = Problem(
+            "output-lost", f"the result could not be printed: {e.strerror or e}", "stdout", "what was written to disk is there"
+        )
+        return _fail(EnvironmentFailure(problem), log, as_json=False)
+    except Exception as e:
+        if os.environ.get(DEBUG):
+            raise
+        hint = f"please report it with what {DEBUG}=1 shows; the source was not changed"
+        return _fail(Bug(Problem("bug", f"{type(e).__name__}: {e}", hint=hint)), log, as_json=as_json)
+    return code if isinstance(code, int) else int(ExitCode.OK)
+
+
+def _silence(stream: TextIO) -> None:
+    """Send what is still to be printed nowhere, so that the interpreter's last flush finds nothing to complain about."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError, ValueError):
+        os.dup2(null, stream.fileno())
+
+
+def _fail(error: FseConvertError, log: Log, *, as_json: bool, code: int | None = None) -> int:
+    from fse_convert.report import common
+
+    code = int(error.exit_code) if code is None else code
+    if os.environ.get(DEBUG):
+        raise error
+    if as_json:
+        click.echo(common.dump({**common.failure_json(error), "exit_code": code}))
+    for problem in error.problems:
+        text = "\n".join(common.problem_lines(problem))
+        log.line("error", text, code=problem.code, message=problem.message, where=problem.where, hint=problem.hint)
+    return code
