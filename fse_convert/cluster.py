@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,8 @@ from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem
 if TYPE_CHECKING:
     from types import ModuleType
 
+REACH = 10.0
+"""Seconds to wait for a cluster's port."""
 POLL = 0.5
 """Seconds between two looks at whether a signal has come."""
 Elsewhere = Callable[[str], "dict[str, Any]"]
@@ -27,7 +31,7 @@ def run_on_ray(jobs: Sequence[Job], staging: Staging, address: str, elsewhere: E
     """
     ray = _connected(address)
     try:
-        write = ray.remote(num_cpus=1, max_retries=0)(elsewhere)
+        write = ray.remote(num_cpus=1, max_retries=0)(_task(elsewhere))
         how: dict[str, str] = {}
         running: dict[Any, Job] = {}
         for job in jobs:
@@ -48,18 +52,35 @@ def run_on_ray(jobs: Sequence[Job], staging: Staging, address: str, elsewhere: E
         ray.shutdown()
 
 
+def _task(elsewhere: Elsewhere) -> Elsewhere:
+    """A plain function: Ray takes no partial ones."""
+
+    def write(name: str) -> dict[str, Any]:
+        return elsewhere(name)
+
+    return write
+
+
 def _connected(address: str) -> ModuleType:
     try:
         import ray
     except ImportError as e:
         raise EnvironmentFailure(Problem("no-ray", "Ray is not installed", "--ray", "pip install 'fse-convert[ray]'")) from e
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as e:
+        _reach(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as e:
         message = f"no Ray cluster answers: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
         raise EnvironmentFailure(Problem("no-cluster", message, f"--ray {address}", "start one with: ray start --head")) from e
     found: ModuleType = ray
     return found
+
+
+def _reach(address: str) -> None:
+    """Fail at once where nothing listens: Ray itself asks for minutes. Raises OSError."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), REACH).close()
 
 
 def _result(ray: ModuleType, done: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,14 +184,20 @@ def write_one(order: Order, name: str) -> dict[str, Any]:
     return write_job(_jobs_of(order)[name], Staging(order.out), lambda _: None)
 
 
-@lru_cache(maxsize=1)
+_planned: dict[tuple[Path, Link, str], dict[str, Job]] = {}
+"""What a process elsewhere has planned, so that each plans once: by source, kind of link and fingerprint."""
+
+
 def _jobs_of(order: Order) -> dict[str, Job]:
-    """The files of an output by name; planned once per process."""
-    plan, folder = plan_conversion(order.source, order.options)
-    if changed := differences(json.loads(order.mark), json.loads(json.dumps(fingerprint(plan, folder)))):
-        hint = "install the same version on every node, and let all of them see the same file system"
-        raise UsageError(Problem("node-differs", f"a node sees something else: {some(changed)}", str(order.source), hint))
-    return {job.name: job for job in output_jobs(plan, folder, order.link)}
+    """The files of an output by name."""
+    key = (order.source, order.link, order.mark)
+    if key not in _planned:
+        plan, folder = plan_conversion(order.source, order.options)
+        if changed := differences(json.loads(order.mark), json.loads(json.dumps(fingerprint(plan, folder)))):
+            hint = "install the same version on every node, and let all of them see the same file system"
+            raise UsageError(Problem("node-differs", f"a node sees something else: {some(changed)}", str(order.source), hint))
+        _planned[key] = {job.name: job for job in output_jobs(plan, folder, order.link)}
+    return _planned[key]
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def convert(source: Path, out: Path, *args: str) -> None:
 
 def measure(root: Path, gib: float, repeat: int) -> dict[str, float]:
     """Seconds by what was done, for a V4.1-shaped checkpoint of about ``gib`` GiB."""
-    layers = 4
+    layers = 2  # so that there are shards for two workers; a real layer of V4.1 has 5 GiB of experts, too
     experts = max(1, round(gib * 2**30 / layers / EXPERT_BYTES))
     source = make_checkpoint(root / "source", "v4.1-flash", layers=layers, mtp=0, experts=experts)
     padded, carried = root / "padded", root / "carried"
