@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,8 @@ def screen(checkpoint: Path) -> str:
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, legacy_windows=False)
     console.print(Text(f"$ fse-convert inspect {checkpoint.name}"))
     console.print(Text.from_ansi(shown))
-    return console.export_svg(title="fse-convert inspect", unique_id="inspect")
+    svg = console.export_svg(title="fse-convert inspect", unique_id="inspect")
+    return re.sub(r"\s*@font-face \{.*?\n    \}", "", svg, flags=re.DOTALL)  # a picture fetches nothing
 
 
 def example(folder: Path) -> Path:

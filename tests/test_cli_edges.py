@@ -124,3 +124,26 @@ def test_numpy_is_not_missed(made: Make, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fse_convert", str(made()), str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     assert "NumPy" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("fse-convert ins", "inspect"),
+        ("fse-convert checkpoint out --tar", "--target"),
+        ("fse-convert checkpoint out --target megamoe-5", "megamoe-512"),
+        ("fse-convert inspect x --require vllm-0.33", "vllm-0.33"),
+    ],
+)
+def test_the_shell_completes(words: str, offered: str) -> None:
+    env = {**os.environ, "_FSE_CONVERT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "fse_convert"]
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
+    assert f"plain,{offered}" in shown.split()
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(name: str, run: Run) -> None:
+    code, out, err = run("completion", name)
+    assert (code, err) == (0, "")
+    assert "_FSE_CONVERT_COMPLETE" in out

@@ -2,9 +2,10 @@
 """Coverage-guided fuzzing of what reads a checkpoint's bytes, with atheris and safetensors itself as the judge.
 
     pip install atheris
-    python tests/fuzz/headers.py header|checkpoint CORPUS -max_total_time=600 -rss_limit_mb=1024
+    python tests/fuzz/headers.py header|checkpoint CORPUS -max_total_time=600 -rss_limit_mb=1024 -dict=tests/fuzz/headers.dict
 
-``header``: bytes of one shard; whatever this package accepts, safetensors accepts, with the same tensors. ``checkpoint``:
+``header``: one shard, its bytes as they are or its header with a length and a payload that fit; whatever this package accepts,
+safetensors accepts, with the same tensors. ``checkpoint``:
 config, index and headers of three files, from opening to the verdicts of every target and to a plan. Both: nothing but a
 problem with a code ever comes out, and memory stays bounded.
 """
@@ -54,6 +55,8 @@ class Memory:
 
 def header(data: bytes) -> None:
     """One shard: never accept what the library refuses, nor read it otherwise."""
+    if data[:1] == b"+":
+        data = with_payload(data[1:])
     try:
         found = parse_header(data[8 : 8 + header_length(data[:64], len(data), "s")], len(data), "s")
     except InvalidCheckpoint:
@@ -118,12 +121,14 @@ def seeds(corpus: Path, kind: str) -> None:
         raw = json.dumps(entries).encode()
         index = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(entries, SHARDS[0])}).encode()
         config = json.dumps(model.full_config()).encode()
-        whole = with_payload(raw) if kind == "header" else b"\xff\xff".join((config, index, raw))
+        whole = b"+" + raw if kind == "header" else b"\xff\xff".join((config, index, raw))
         (corpus / f"seed-{number}").write_bytes(whole)
     if kind == "header":
         for dtype, bits in BITS.items():
             entry = {"dtype": dtype, "shape": [8], "data_offsets": [0, bits]}
-            (corpus / f"seed-{dtype}").write_bytes(with_payload(json.dumps({"a": entry}).encode()))
+            raw = json.dumps({"__metadata__": {"format": "pt"}, "a": entry}).encode()
+            (corpus / f"seed-{dtype}").write_bytes(b"+" + raw)
+            (corpus / f"whole-{dtype}").write_bytes(with_payload(raw))
 
 
 def main() -> None:

@@ -1,0 +1,83 @@
+"""Pages that come from the program say what it says; `make docs` makes them."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fse_convert.fusion.targets import TARGETS
+from fse_convert.report.targets_markdown import targets_markdown
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+README = DOCS.parent / "README.md"
+
+
+@pytest.fixture(scope="module")
+def make() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_docs", DOCS / "make.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def lines(svg: str) -> list[str]:
+    """The text of a picture by line, whatever the release of rich that made it."""
+    found: dict[str, str] = {}
+    for attributes, text in re.findall(r"<text([^>]*)>([^<]*)</text>", svg):
+        line = re.search(r"line-(\d+)", attributes)
+        if line:
+            found[line[1]] = found.get(line[1], "") + html.unescape(text)
+    return [re.sub(r"\s+", " ", found[n]).strip() for n in sorted(found, key=int)]
+
+
+def test_the_page_of_targets_is_the_data() -> None:
+    page = (DOCS / "targets.md").read_text(encoding="utf-8")
+    assert page == targets_markdown()
+    assert all(f"`{t.name}`" in page for t in TARGETS)
+
+
+def test_the_picture_of_inspect_is_a_real_run(make: ModuleType, tmp_path: Path) -> None:
+    shown = lines((DOCS / "inspect.svg").read_text(encoding="utf-8"))
+    assert "vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as it is." in shown
+    assert shown == lines(make.screen(make.example(tmp_path)))
+    assert "docs/inspect.svg" in README.read_text(encoding="utf-8")
+
+
+def test_a_picture_fetches_nothing() -> None:
+    assert not re.findall(r"url\(|href=", re.sub(r"url\(#[^)]*\)", "", (DOCS / "inspect.svg").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/format.md", "examples/serve_vllm.md", "examples/serve_sglang.md"]
+)
+def test_links_to_files_lead_somewhere(page: str) -> None:
+    path = DOCS.parent / page
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
+
+
+def test_every_option_of_convert_is_in_the_readme() -> None:
+    from fse_convert.cli import cli
+
+    text = README.read_text(encoding="utf-8")
+    for option in cli.commands["convert"].params:
+        assert option.param_type_name == "argument" or any(f"`{name}" in text or f", `{name}" in text for name in option.opts), (
+            option
+        )
+
+
+def test_every_exit_code_is_in_the_readme_and_in_the_help() -> None:
+    from fse_convert.cli.group import EXIT_CODES
+    from fse_convert.errors import ExitCode
+
+    text = README.read_text(encoding="utf-8")
+    for code in ExitCode:
+        assert f"| {int(code)} |" in text
+        assert f"\n  {int(code)}  " in EXIT_CODES
