@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from in_memory import PROJ, Model, Tensors, expert, plans_of, subject_of
+from releases import NEWEST
 
 from fse_convert.eligibility import ALL_TARGETS, Answer, Question, Subject, judge, whole
 from fse_convert.fusion.targets import find_target
@@ -186,7 +187,7 @@ def test_the_whole_is_the_worst_of_its_layers_with_every_reason() -> None:
 
 
 V41: dict[str, Any] = {"model_type": "deepseek_v41"}
-NONE = "No server release that is known here fuses this checkpoint as it is; vLLM 0.33: "
+NONE = f"No server release that is known here fuses this checkpoint as it is; {NEWEST.title}: "
 RUNS = "(MegaMoE refuses this width; padded it runs, the shared expert beside it)."
 OLD = "SGLang 0.5.20, 0.5.21, 0.5.22 and TensorRT-LLM"
 PAD = "fse-convert CHECKPOINT OUT --target megamoe-512"

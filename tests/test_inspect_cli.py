@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from releases import FROM_031
 
 from fse_convert.errors import ExitCode
 
@@ -49,7 +50,7 @@ def test_the_first_lines_answer_the_question(run: Run, v41: Path) -> None:
 def test_a_strip_has_a_cell_per_layer_and_the_drafter_apart(run: Run, v41: Path) -> None:
     _, out, _ = run("inspect", v41)
     strips = dict(re.findall(r"^  (\S+) +([█░x!?#-]{3} [█░x!?#-]{2})  ", out, re.MULTILINE))
-    assert strips["vllm-0.31..33"] == "███ ██"
+    assert strips[FROM_031] == "███ ██"
     assert strips["vllm-0.30"] == "░░░ ░░"
     assert strips["sglang-0.5.21"] == "xxx xx"
     assert "no path for this model: vllm-0.29, sglang-0.5.20" in out
@@ -58,7 +59,7 @@ def test_a_strip_has_a_cell_per_layer_and_the_drafter_apart(run: Run, v41: Path)
 
 def test_a_mixed_model_is_seen_at_a_glance(run: Run, made: Made) -> None:
     _, out, _ = run("inspect", made("quark-mxfp4", layers=4, mtp=1))
-    assert re.search(r"vllm-0\.31\.\.33 +░░░░ █  mixed 1/5", out)
+    assert re.search(re.escape(FROM_031) + r" +░░░░ █  mixed 1/5", out)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
@@ -175,7 +176,7 @@ def test_markdown_has_tables_that_github_renders(run: Run, v41: Path) -> None:
     assert code == ExitCode.OK
     assert out.startswith(f"## {v41}\n")
     assert "- :white_check_mark: required: `vllm-0.33`" in out
-    assert "| vllm-0.31..33 | :white_check_mark: fused |  |  |" in out
+    assert f"| {FROM_031} | :white_check_mark: fused |  |  |" in out
     assert "| vllm-0.30 | :x: not fused | all | 1 |" in out
     tables = [line for line in out.splitlines() if line.startswith("|")]
     for line in tables:
@@ -185,7 +186,7 @@ def test_markdown_has_tables_that_github_renders(run: Run, v41: Path) -> None:
 
 def test_markdown_names_the_layers_that_differ(run: Run, made: Made) -> None:
     _, out, _ = run("inspect", made("quark-mxfp4", layers=4, mtp=1), "--format", "markdown")
-    assert "| vllm-0.31..33 | :x: mixed 1/5 | `layers.0..3.ffn (4)` | " in out
+    assert f"| {FROM_031} | :x: mixed 1/5 | `layers.0..3.ffn (4)` | " in out
 
 
 def test_github_annotations_come_before_the_markdown(run: Run, v41: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from releases import NEWEST
 from torch import Tensor, nn
 
 from fse_convert.errors import NotServable
@@ -246,7 +247,7 @@ def test_everything_is_put_back_after_an_error(sidecar: Sidecar) -> None:
 
 @pytest.mark.parametrize(
     ("version", "name"),
-    [("0.30.0", "vllm-0.30"), ("0.31.2rc1.dev5+gabc", "vllm-0.31"), ("0.99.0", "vllm-0.33"), ("dev", "vllm-0.33")],
+    [("0.30.0", "vllm-0.30"), ("0.31.2rc1.dev5+gabc", "vllm-0.31"), ("0.99.0", NEWEST.name), ("dev", NEWEST.name)],
 )
 def test_targets(version: str, name: str) -> None:
     assert server_target(version).name == name
