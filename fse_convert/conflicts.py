@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from fse_convert.errors import Problem
-from fse_convert.models.describe import Description, ExpertGroup
+from fse_convert.models.describe import METHOD_CONFLICT, Description, ExpertGroup
 from fse_convert.quantization.config import Quantization
 from fse_convert.quantization.formats import Kind
 
+OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "eetq", "gguf")
+"""Methods that store weights as codes of their own: none of them reads FP8 blocks, MXFP4 or NVFP4."""
 WHOLE_MODEL = ("fp8", "deepseek_v4_fp8", "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8")
 """Methods that quantise every linear layer but those they list; others (compressed-tensors) list what they quantise."""
 
@@ -29,6 +31,9 @@ def _conflicts(quantization: Quantization, description: Description) -> Iterator
             message = f"no quantization_config, but experts are stored as {', '.join(stored)}"
             yield Problem("quantization-missing", message, "config.json", "servers would load the model as unquantised")
         return
+    if quantization.method in OTHER_CODES and stored:
+        message = f"says {quantization.method}, but experts are stored as {', '.join(stored)}"
+        yield Problem(METHOD_CONFLICT, f"{quantization.source} {message}", "config.json", "servers would not load them")
     if quantization.method not in WHOLE_MODEL:
         return
     for what, groups in (("routed experts", routed), ("shared experts", shared)):

@@ -207,6 +207,8 @@ def _resumable(out: Path) -> Iterator[None]:
         with environment(out):
             yield
     except EnvironmentFailure as e:
+        if not Staging(out).journal.path.exists():
+            raise
         hint = "the same command goes on from there; --restart starts anew"
         kept = Problem("resumable", "what is finished is kept", str(Staging(out).root), hint)
         raise type(e)(*e.problems, kept) from e
@@ -266,7 +268,9 @@ class Check:
 
 
 def reading(check: Check) -> tuple[int, int]:
-    """Bytes of an output that `verify` or `restore` reads, and how often a file is finished: for progress."""
+    """Bytes of an output that `verify` or `restore` reads (0: not known), and how often a file is finished: for progress."""
+    if check.sample:
+        return 0, 0
     files = LocalFolder(check.out).files
     shards = [size for name, size in files.items() if name.endswith(SUFFIX)]
     return sum(shards), len(shards)

@@ -54,8 +54,18 @@ def test_restore_refuses_an_output_that_lacks_files(made: Make, run: Run, tmp_pa
     assert not (tmp_path / "restored").exists()
 
 
-@pytest.mark.parametrize("change", [{"moe_intermediate_size": -1}, {"n_shared_experts": 2}])
-def test_the_gate_refuses_what_a_server_could_not_load(change: dict[str, int], source: Make, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"moe_intermediate_size": -1}, "config-width"),
+        ({"n_shared_experts": 2}, "config-width"),
+        ({"n_routed_experts": 5}, "config-experts"),
+        ({"hidden_size": 1024}, "config-hidden"),
+        ({"expert_dtype": "fp8"}, "config-expert-dtype"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization-method"),
+    ],
+)
+def test_the_gate_refuses_what_a_server_could_not_load(change: dict[str, object], error: str, source: Make, run: Run) -> None:
     import json
 
     root = source("v4-flash")
@@ -63,7 +73,7 @@ def test_the_gate_refuses_what_a_server_could_not_load(change: dict[str, int], s
     (root / "config.json").write_text(json.dumps({**config, **change}))
     code, _, err = run("inspect", root, "--require", "vllm-0.33")
     assert code == 1
-    assert "error[config-width]" in err
+    assert f"error[{error}]" in err
 
 
 def test_a_full_stdout_is_no_bug_and_no_answer(made: Make) -> None:

@@ -22,14 +22,20 @@ KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
 WIDTH_CONFLICT = "config-width"
 BLOCK_CONFLICT = "config-block"
+HIDDEN_CONFLICT = "config-hidden"
+COUNT_CONFLICT = "config-experts"
+DTYPE_CONFLICT = "config-expert-dtype"
+METHOD_CONFLICT = "quantization-method"
 NOT_UNDERSTOOD = frozenset({
     "experts-stacked", "expert-unknown", "expert-outside", "experts-differ", "dtype-unsupported", "weight-shape",
     "part-ambiguous", "part-unknown", "format-unknown", "scale-dtype",
 })  # fmt: skip
 """Codes of problems with a checkpoint that is whole, but of a kind that is not supported; all others mean that it is broken."""
 FP8_KINDS = (Kind.FP8_BLOCK, Kind.FP8_CHANNEL, Kind.FP8_TENSOR)
-LOAD_CONFLICTS = frozenset({WIDTH_CONFLICT, BLOCK_CONFLICT})
-"""Codes of conflicts about widths and scale blocks: a server that believes the config would not load the tensors."""
+LOAD_CONFLICTS = frozenset({
+    WIDTH_CONFLICT, BLOCK_CONFLICT, HIDDEN_CONFLICT, COUNT_CONFLICT, DTYPE_CONFLICT, METHOD_CONFLICT,
+})  # fmt: skip
+"""Codes of conflicts by which a server that believes the config would not load the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +258,8 @@ def _conflicts(family: Family, config: Mapping[str, object], layers: tuple[Layer
     widths = {d.routed.width for d in layers if d.routed}
     compare(family.width_key, widths.pop() if len(widths) == 1 else None, "as the width of a routed expert", WIDTH_CONFLICT)
     found += _count_conflicts(family, config, decoder)
+    hidden = {d.shared.hidden for d in layers if d.shared}
+    compare("hidden_size", hidden.pop() if len(hidden) == 1 else None, "as the input of the shared experts", HIDDEN_CONFLICT)
     shared = {d.shared.width for d in layers if d.shared}
     if len(shared) == 1:
         width = shared.pop()
@@ -269,7 +277,7 @@ def _count_conflicts(family: Family, config: Mapping[str, object], decoder: list
     counts = {len(d.layer.routed) for d in decoder if d.layer.routed}
     if stated is not None and len(counts) == 1 and stated not in counts:
         message = f"{family.n_routed_key} is {stated}, the tensors show {counts.pop()} routed experts per decoder layer"
-        yield Problem("config-conflict", message, "config.json")
+        yield Problem(COUNT_CONFLICT, message, "config.json")
 
 
 def _block_conflicts(layers: tuple[LayerDescription, ...], hint: tuple[int, int] | None) -> Iterator[Problem]:
@@ -291,7 +299,7 @@ def _expert_dtype_conflict(config: Mapping[str, object], layers: list[LayerDescr
         return []
     return [
         Problem(
-            "config-conflict",
+            DTYPE_CONFLICT,
             f"expert_dtype is {stated!r}, the routed experts are stored as {', '.join(sorted(kinds))}",
             "config.json",
         )

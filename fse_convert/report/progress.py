@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def progress(total: int, files: int, log: Log) -> Iterator[Observer]:
     """Show progress on stderr: a bar on a terminal, elsewhere a line per finished file and at least one every 30 s.
 
-    ``total``: bytes to come, read or written; ``files``: how often one will be finished.
+    ``total``: bytes to come, read or written; ``files``: how often one will be finished; 0 where that is not known.
     """
     if log.quiet:
         yield lambda _: None
@@ -47,7 +47,7 @@ def _bar(total: int, log: Log) -> Iterator[Observer]:
         rp.TimeRemainingColumn(),
     )
     with rp.Progress(*columns, console=console(stderr=True), transient=True, expand=True) as bar:
-        task = bar.add_task("", total=total)
+        task = bar.add_task("", total=total or None)
 
         def observe(event: Event) -> None:
             if not event.done:
@@ -102,10 +102,10 @@ class Heartbeat:
         self.last = time.monotonic()
         rate = self.bytes / max(self.last - self.start, 1e-9)
         eta = max(0, self.total - self.bytes) / rate if rate else 0
-        done = f"{self.done}/{self.files} done  {size(self.bytes)} of {size(self.total)}"
+        done = f"{self.done}/{self.files} done  {size(self.bytes)} of {size(self.total)}  {size(rate)}/s  eta {eta:.0f} s"
         self.log.line(
             "file" if finished else "progress",
-            f"{done}  {size(rate)}/s  eta {eta:.0f} s  {file} {how}".rstrip(),
+            f"{done if self.total else f'{self.done} done  {size(self.bytes)}'}  {file} {how}".rstrip(),
             file=file,
             how=how,
             done=self.done,

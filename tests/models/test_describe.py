@@ -128,10 +128,11 @@ def test_shapes_that_make_no_mlp_are_refused() -> None:
     ("config", "code", "text"),
     [
         ({"moe_intermediate_size": 512}, "config-width", "moe_intermediate_size is 512, the tensors show 256"),
-        ({"n_routed_experts": 9}, "config-conflict", "n_routed_experts is 9, the tensors show 2"),
+        ({"n_routed_experts": 9}, "config-experts", "n_routed_experts is 9, the tensors show 2"),
         ({"num_nextn_predict_layers": 4}, "config-conflict", "num_nextn_predict_layers is 4, the tensors show 1 MTP layers"),
         ({"n_shared_experts": 2}, "config-width", "x 2 shared is 512, the shared experts are 256 wide"),
-        ({"expert_dtype": "fp8"}, "config-conflict", "expert_dtype is 'fp8', the routed experts are stored as mxfp4"),
+        ({"hidden_size": 1024}, "config-hidden", "hidden_size is 1024, the tensors show 512"),
+        ({"expert_dtype": "fp8"}, "config-expert-dtype", "expert_dtype is 'fp8', the routed experts are stored as mxfp4"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "config-block",
