@@ -249,11 +249,11 @@ def workload(plan: Plan, folder: LocalFolder, request: Request) -> tuple[int, in
     jobs, level = output_jobs(plan, folder, request.link), request.verify
     if request.share:
         jobs, level = request.share.of(jobs), Level.NONE
-    written = sum(job.size for job in jobs)
+    written = sum(job.size for job in jobs if not job.linked)
     if level is Level.NONE:
         return written, len(jobs)
     layers = sum(len(s.tensors) // 4 for s in plan.sidecar) * max(0, level.rank - 1)
-    return 2 * written, 2 * len(jobs) + layers
+    return written + sum(job.size for job in jobs), 2 * len(jobs) + layers
 
 
 @dataclass(frozen=True, slots=True)

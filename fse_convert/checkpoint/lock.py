@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fse_convert.errors import Locked, Problem
+from fse_convert.checkpoint.journal import JOURNAL
+from fse_convert.errors import Locked, Problem, UsageError
 
 LOCK = "lock"
 
@@ -21,8 +22,9 @@ LOCK = "lock"
 def locked(root: Path, out: Path, part: str = "") -> Iterator[None]:
     """Hold the staging folder ``root`` of ``out``, creating it: alone, or as one ``part`` such as ``2-of-8`` beside others.
 
-    Raises Locked when that is not possible, OSError.
+    Raises Locked when that is not possible, UsageError when what is there is no staging folder, OSError.
     """
+    _check_ours(root)
     fds = [_hold(root, LOCK, out, fcntl.LOCK_SH if part else fcntl.LOCK_EX, "another run is writing this output")]
     try:
         if part:
@@ -31,6 +33,18 @@ def locked(root: Path, out: Path, part: str = "") -> Iterator[None]:
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _check_ours(root: Path) -> None:
+    """Refuse what this tool did not make: it would be emptied, and a link would lead the emptying elsewhere."""
+    if root.is_symlink() or (root.exists() and not root.is_dir()):
+        what = "a symbolic link" if root.is_symlink() else "no folder"
+    elif not root.exists() or not (inside := {p.name for p in root.iterdir()}) or inside & {LOCK, JOURNAL}:
+        return
+    else:
+        what = "a folder with something else in it"
+    hint = "move it away, or give another output folder"
+    raise UsageError(Problem("staging-foreign", f"the place for unfinished work is {what}", str(root), hint))
 
 
 def _hold(root: Path, name: str, out: Path, kind: int, message: str) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fse_convert.checkpoint.lock import LOCK, locked
-from fse_convert.errors import Locked
+from fse_convert.checkpoint.transaction import stage
+from fse_convert.errors import Locked, UsageError
 
 HOLD = """
 import pathlib, sys
@@ -52,3 +53,21 @@ def test_the_lock_file_can_be_locked_over_a_network(tmp_path: Path) -> None:
     """NFS turns flock into fcntl locks, which need a descriptor that may write: a folder never has one."""
     with locked(tmp_path / "s", tmp_path):
         assert (tmp_path / "s" / LOCK).is_file()
+
+
+@pytest.mark.parametrize("what", ["link", "file", "folder"])
+def test_what_is_not_ours_is_never_emptied(what: str, tmp_path: Path) -> None:
+    victim, root = tmp_path / "victim", tmp_path / ".out.fse-partial"
+    victim.mkdir()
+    (victim / "precious").write_text("x")
+    if what == "link":
+        root.symlink_to(victim)
+    elif what == "file":
+        root.write_text("x")
+    else:
+        victim = victim.rename(root)
+    with pytest.raises(UsageError) as e, stage(tmp_path / "out"):
+        pass
+    assert e.value.problems[0].code == "staging-foreign"
+    assert what == "file" or (victim / "precious").read_text() == "x"
+    assert not (victim / LOCK).exists()
