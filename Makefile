@@ -54,10 +54,11 @@ gpu-check: $(VENV)/dev ## what needs a CUDA device; says what it needs when ther
 docs: $(VENV)/dev ## docs/targets.md from the data, docs/inspect.svg from a real run
 	$(BIN)/python docs/make.py
 
-bench: $(VENV)/dev ## conversion against cp, proof against cat, memory by workers; needs about 40 GB in the temporary folder
+bench: $(VENV)/dev ## conversion against cp, proof against cat, memory by workers, planning; needs about 40 GB in the temporary folder
 	$(BIN)/python tests/benchmarks/convert.py
 	$(BIN)/python tests/benchmarks/verify.py
 	$(BIN)/python tests/benchmarks/memory.py
+	$(BIN)/python tests/benchmarks/inspect_speed.py
 
 clean: ## remove the demo, the virtual environment and the peers
 	rm -rf $(DEMO) $(VENV) .peers

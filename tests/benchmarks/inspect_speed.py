@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""How long `inspect` takes on checkpoints of published size, and how much memory: headers are real, values a hole in the file.
+"""How long `inspect` and planning (`--dry-run`) take on checkpoints of published size, and how much memory.
+
+Headers are real, values a hole in the file.
 
     python tests/benchmarks/inspect_speed.py [--runs 5] [--keep DIR]
 
@@ -73,13 +75,14 @@ def main() -> None:
             if not root.exists():
                 make_checkpoint(root, real=True, sparse=True, **knobs)
             tensors = len(json.loads((root / "model.safetensors.index.json").read_bytes())["weight_map"])
-            found = [run(["inspect", str(root)]) for _ in range(options.runs)]
-            seconds, cpu, peaks, torch = zip(*found, strict=True)
-            print(
-                f"{name:14} {tensors:8,} tensors best {min(seconds):.2f} s, median {statistics.median(seconds):.2f} s "
-                f"(CPU {min(cpu):.2f} s), peak {max(peaks):.0f} MiB, torch {'imported' if any(torch) else 'not imported'}; "
-                f"JSON alone {floor(root):.2f} s"
-            )
+            print(f"{name:14} {tensors:8,} tensors, JSON alone {floor(root):.2f} s")
+            for what, arguments in (("inspect", ["inspect", root]), ("plan", [root, base / "out", "--dry-run", "-q"])):
+                found = [run([str(a) for a in arguments]) for _ in range(options.runs)]
+                seconds, cpu, peaks, torch = zip(*found, strict=True)
+                print(
+                    f"{what:>14} best {min(seconds):.2f} s, median {statistics.median(seconds):.2f} s "
+                    f"(CPU {min(cpu):.2f} s), peak {max(peaks):.0f} MiB, torch {'imported' if any(torch) else 'not imported'}"
+                )
 
 
 if __name__ == "__main__":
