@@ -207,10 +207,11 @@ def _resumable(out: Path) -> Iterator[None]:
         with environment(out):
             yield
     except EnvironmentFailure as e:
-        if not Staging(out).journal.path.exists():
-            raise
+        staging = Staging(out)
+        if not (staging.journal.path.exists() and staging.folder.exists()):
+            raise  # nothing was begun, or the output is there
         hint = "the same command goes on from there; --restart starts anew"
-        kept = Problem("resumable", "what is finished is kept", str(Staging(out).root), hint)
+        kept = Problem("resumable", "what is finished is kept", str(staging.root), hint)
         raise type(e)(*e.problems, kept) from e
 
 

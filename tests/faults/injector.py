@@ -67,7 +67,8 @@ class Injector:
 
     def _path(self, name: str, args: tuple[Any, ...]) -> str | None:
         if name in PATH_CALLS:
-            return os.fsdecode(args[0]) if isinstance(args[0], (str, bytes, os.PathLike)) else None
+            which = args[1] if name == "link" else args[0]  # what a link is made of lies in the source
+            return os.fsdecode(which) if isinstance(which, (str, bytes, os.PathLike)) else None
         fd = args[1] if name == "copy_file_range" else args[0]
         with contextlib.suppress(OSError):
             return str(Path(f"/proc/self/fd/{fd}").readlink())

@@ -31,14 +31,14 @@ def check_between(folder: Path, out: Path, golden: dict[str, str], digest: Diges
         assert digest(out) == golden
 
 
-def finish(server: Any, folder: Path, source: Path, out: Path, golden: dict[str, str], digest: Digest) -> None:
+def finish(server: Any, folder: Path, source: Path, out: Path, golden: dict[str, str], digest: Digest, *options: str) -> None:
     """Run again without a fault: the output is there, complete, and nothing else is."""
     if out.exists():  # the crash came after the rename
-        answer = server.run(folder, source, out, *FAST)
+        answer = server.run(folder, source, out, *FAST, *options)
         assert answer["code"] == 2
         assert "output-exists" in answer["text"]
     else:
-        answer = server.run(folder, source, out, *FAST)
+        answer = server.run(folder, source, out, *FAST, *options)
         assert answer["code"] == 0, answer["text"]
         assert [p.name for p in folder.iterdir()] == [out.name]
     assert digest(out) == golden
@@ -83,6 +83,44 @@ def test_killed_at_every_operation_of_the_resuming_run(
         points, at = points + 1, at + 1
     print(f"resume: {points} points")
     assert points > 10
+
+
+def test_killed_at_every_operation_with_hard_links(
+    tiny: Path, server: Any, golden: tuple[dict[str, str], int], digest: Digest, tmp_path: Path
+) -> None:
+    want, _ = golden
+    source = digest(tiny)
+    trace = server.run(tmp_path, tiny, tmp_path / "golden", *FAST, "--link", "hard", trace=True)["trace"]
+    links = [i for i, (name, _) in enumerate(trace, 1) if name == "link"]
+    assert links
+    for at in range(links[0] - 2, len(trace) + 1):
+        folder = tmp_path / f"{at}"
+        folder.mkdir()
+        assert server.run(folder, tiny, folder / "out", *FAST, "--link", "hard", at=at)["code"] == 137
+        check_between(folder, folder / "out", want, digest)
+        finish(server, folder, tiny, folder / "out", want, digest, "--link", "hard")
+        shutil.rmtree(folder)
+    assert digest(tiny) == source
+    print(f"hard links: {len(trace) + 3 - links[0]} points, {len(links)} of them links")
+
+
+def test_a_part_killed_at_every_operation(
+    tiny: Path, server: Any, golden: tuple[dict[str, str], int], digest: Digest, tmp_path: Path
+) -> None:
+    """Part 1 of 2 dies, is started again, part 2 runs, and the last call publishes; in between there is no output."""
+    want, _ = golden
+    count = server.run(tmp_path, tiny, tmp_path / "first", *FAST, "--shards", "1/2")["count"]
+    for at in range(1, count + 1):
+        folder = tmp_path / f"{at}"
+        folder.mkdir()
+        assert server.run(folder, tiny, folder / "out", *FAST, "--shards", "1/2", at=at, action="torn")["code"] == 137
+        for part in ("1/2", "2/2") if at % 2 else ("2/2",):
+            assert server.run(folder, tiny, folder / "out", *FAST, "--shards", part)["code"] == 0
+            assert not (folder / "out").exists()
+        finish(server, folder, tiny, folder / "out", want, digest)
+        shutil.rmtree(folder)
+    print(f"parts: {count} points")
+    assert count > 20
 
 
 def test_resume_writes_only_what_is_missing(
