@@ -142,9 +142,9 @@ def run(request: Request, plan: Plan, folder: LocalFolder, observe: Observer) ->
     with environment(out):
         held = Staging(out).held([job.name for job in jobs] if share else None)
         check_space(out, needs(request, plan, folder).disk - held)
-        part = str(share) if share else ""
-        with _resumable(out), stage(out, fingerprint(plan, folder), restart=request.restart, part=part) as staging:
-            done = _write(request, jobs, fingerprint(plan, folder), staging, observe)
+        mark, part = fingerprint(plan, folder), str(share) if share else ""
+        with _resumable(out), stage(out, mark, restart=request.restart, part=part) as staging:
+            done = _write(request, jobs, mark, staging, observe)
             if share:
                 return Outcome(plan, done, None)
             write_beside(plan, folder, staging, done)
@@ -208,7 +208,7 @@ def _resumable(out: Path) -> Iterator[None]:
             yield
     except EnvironmentFailure as e:
         staging = Staging(out)
-        if not (staging.journal.path.exists() and staging.folder.exists()):
+        if not (staging.begun() and staging.folder.exists()):
             raise  # nothing was begun, or the output is there
         hint = "the same command goes on from there; --restart starts anew"
         kept = Problem("resumable", "what is finished is kept", str(staging.root), hint)

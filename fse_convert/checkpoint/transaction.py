@@ -37,6 +37,10 @@ class Staging:
         self.old = self.root / "replaced"
         self.journal = Journal(self.root / JOURNAL, {}, {})
 
+    def begun(self) -> bool:
+        """Whether some run, or a part of one, has a journal here."""
+        return any(self.root.glob(f"{JOURNAL}*"))
+
     def held(self, names: Collection[str] | None = None) -> int:
         """Bytes that files of unfinished runs already take, all of them or those ``names``; hard links take none."""
         found = (Path(folder, name) for folder, _, inside in os.walk(self.folder) for name in inside)

@@ -24,7 +24,7 @@ CHILD = """
 import resource, sys, torch
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+before = int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) * 1024
 from fse_convert.cli import main
 try:
     main(sys.argv[1:])
