@@ -84,6 +84,7 @@ def measure(root: Path, gib: float, repeat: int) -> dict[str, float]:
     jobs: dict[str, tuple[Path, Callable[[Path], None]]] = {
         "cp padded": (padded, lambda out: command("cp", "-r", padded, out)),
         "pad, no proof": (padded, lambda out: convert(source, out, "--verify", "none")),
+        "pad, 1 worker": (padded, lambda out: convert(source, out, "--verify", "none", "--workers", "1")),
         "pad, default": (padded, lambda out: convert(source, out)),
         "cp carried": (carried, lambda out: command("cp", "-r", carried, out)),
         "carry, no proof": (carried, lambda out: convert(source, out, "--target", "megamoe-128", "--verify", "none")),
@@ -105,7 +106,13 @@ ROWS = (
     ("pad, default", "cp padded", "<= 2.2"),
     ("carry, no proof", "cp carried", "<= 1.1"),
     ("naive script", "pad, no proof", ">= 1.5"),
+    ("pad, 1 worker", "pad, no proof", ""),
 )
+
+
+def line(label: str, t: dict[str, float]) -> str:
+    """One row of the table."""
+    return f"{label:>5} " + " ".join(f"{f'{t[a]:.2f} / {t[b]:.2f} = {t[a] / t[b]:.2f}':>32}" for a, b, _ in ROWS)
 
 
 @click.command()
@@ -127,8 +134,11 @@ def main(gib: tuple[float, ...], folder: Path | None, repeat: int, *, as_json: b
     click.echo(f"{'GiB':>5} " + " ".join(f"{what + ' / ' + floor:>32}" for what, floor, _ in ROWS))
     click.echo(f"{'aim':>5} " + " ".join(f"{aim:>32}" for *_, aim in ROWS))
     for size, t in results.items():
-        cells = [f"{t[a]:.2f} / {t[b]:.2f} = {t[a] / t[b]:.2f}" for a, b, _ in ROWS]
-        click.echo(f"{size:>5g} " + " ".join(f"{c:>32}" for c in cells))
+        click.echo(line(f"{size:g}", t))
+    if len(results) > 1:
+        first, last = min(results), max(results)
+        slope = {name: (results[last][name] - results[first][name]) / (last - first) for name in results[first]}
+        click.echo(line("each", slope) + "   seconds per further GiB: without start-up and torch's import")
 
 
 if __name__ == "__main__":
