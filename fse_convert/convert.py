@@ -141,6 +141,7 @@ def small_files(plan: Plan, folder: LocalFolder) -> dict[str, bytes]:
         same = not plan.padded and metadata == plan.checkpoint.index_metadata
         files[INDEX] = folder.read(INDEX) if same else _index(metadata, weight_map)
     kernel_map = {t.name: Path(s.name).name for s in plan.sidecar for t in s.tensors}
+    kernel_map |= {s.tripwire.name: Path(s.name).name for s in plan.sidecar if s.tripwire}
     if kernel_map:
         files[f"{SIDECAR}/{INDEX}"] = _index({"total_size": sum(s.payload for s in plan.sidecar)}, kernel_map)
     return files

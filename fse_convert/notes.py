@@ -69,7 +69,7 @@ def _beside(plan: Plan) -> Problem | None:
     if plan.options.experts is Experts.ALL or plan.width == plan.source_width or not plan.sidecar:
         return None
     message = (
-        f"only fse/ has the shared experts at {plan.width}: a server uses them that loads it with this package's plugin (vLLM:"
+        f"only fse/ has the shared experts at {plan.width}: a server uses them that loads it with fse_convert.serving (vLLM:"
         f" --load-format fse); the standard layout is the source's, and is judged as such, without the plugin"
     )
     return Problem("sidecar-only", message)

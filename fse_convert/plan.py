@@ -24,6 +24,7 @@ from fse_convert.quantization.formats import NaN
 LAYOUT = "megamoe-fp8-shared"
 """Name of the kernel layout that the sidecar holds."""
 LAYOUT_VERSION = 1
+EMBEDDINGS = (".embed.weight", ".embed_tokens.weight", ".word_embeddings.weight", ".wte.weight")
 
 
 class Experts(str, Enum):
@@ -153,12 +154,37 @@ class KernelTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Tripwire:
+    """A tensor of the model, by name, with no element: a loader that takes ``fse/`` for a checkpoint stops at its shape.
+
+    SGLang 0.5.23 only warns of names that it does not know (models/deepseek_v4.py, load_weights): without this it would serve
+    uninitialised weights when somebody puts a config.json there.
+    """
+
+    name: str
+    dtype: str
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Its entry in the header of the first shard of ``fse/``."""
+        return entry(self.dtype, (0,), 0, 0)
+
+
+def tripwire(checkpoint: Checkpoint) -> Tripwire:
+    """The embedding of the text model, which every loader of it knows; without one, the first tensor by name."""
+    names = [n for n in checkpoint.tensors if f".{n}".endswith(EMBEDDINGS)] or [min(checkpoint.tensors)]
+    name = min(names, key=lambda n: (len(n), n))  # a vision tower's has a longer one
+    return Tripwire(name, checkpoint.tensors[name].dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class SidecarPlan:
-    """One shard of ``fse/``."""
+    """One shard of ``fse/``; the first has the `Tripwire`."""
 
     name: str
     tensors: tuple[KernelTensor, ...]
     metadata: Mapping[str, str]
+    tripwire: Tripwire | None = None
 
     @property
     def payload(self) -> int:
@@ -168,7 +194,8 @@ class SidecarPlan:
     @property
     def header(self) -> bytes:
         """The shard's header."""
-        return encode_header({t.name: entry(t.dtype, t.shape, t.start, t.end) for t in self.tensors}, self.metadata)
+        first = {self.tripwire.name: self.tripwire.entry} if self.tripwire else {}
+        return encode_header({**first, **{t.name: entry(t.dtype, t.shape, t.start, t.end) for t in self.tensors}}, self.metadata)
 
     @property
     def size(self) -> int:

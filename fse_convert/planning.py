@@ -34,7 +34,9 @@ from fse_convert.plan import (
     ShardPlan,
     SharedExpert,
     SidecarPlan,
+    Tripwire,
     matrix,
+    tripwire,
 )
 from fse_convert.quantization.formats import Format, Kind, Tile
 
@@ -71,7 +73,8 @@ def make_plan(checkpoint: Checkpoint, description: Description, options: Options
     padded = options.experts is Experts.ALL and d.width != d.source_width
     growing = _growing(description, d.width, d.n_shared) if padded else {}
     shards = tuple(_shard_plan(s, growing) for s in checkpoint.shards)
-    sidecar = _sidecar([v.layer for v in d.verdicts if v.verdict.fused], d.n_shared * d.width, options.contract)
+    fused = [v.layer for v in d.verdicts if v.verdict.fused]
+    sidecar = _sidecar(fused, d.n_shared * d.width, options.contract, tripwire(checkpoint))
     decided = (d.n_shared, d.source_width, d.width, d.verdicts)
     return Plan(checkpoint, description, options, *decided, shards, sidecar, d.edits, contents)
 
@@ -250,7 +253,7 @@ def _shard_plan(shard: Shard, growing: Mapping[str, tuple[tuple[int, ...], Growt
     return ShardPlan(shard, tuple(tensors))
 
 
-def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract) -> tuple[SidecarPlan, ...]:
+def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract, wire: Tripwire) -> tuple[SidecarPlan, ...]:
     files: list[list[SharedExpert]] = []
     room = 0
     for layer in layers:
@@ -269,7 +272,12 @@ def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract)
         "fse_layout_version": str(LAYOUT_VERSION),
     }
     return tuple(
-        SidecarPlan(f"{SIDECAR}/shared-{i:05d}-of-{len(files):05d}.safetensors", _kernel_tensors(experts), metadata)
+        SidecarPlan(
+            f"{SIDECAR}/shared-{i:05d}-of-{len(files):05d}.safetensors",
+            _kernel_tensors(experts),
+            metadata,
+            wire if i == 1 else None,
+        )
         for i, experts in enumerate(files, 1)
     )
 

@@ -224,7 +224,8 @@ def test_manifest_holds_proof_and_digests(root: Path, out: Path) -> None:
             for name in f.keys():  # noqa: SIM118 - not a mapping
                 tensor = f.get_tensor(name)
                 raw = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
-                tensors[name] = xxhash.xxh3_128_hexdigest(raw)
+                if raw:  # the tripwire in fse/ has no bytes, and the name of one that has
+                    tensors[name] = xxhash.xxh3_128_hexdigest(raw)
     assert m["tensors"] == tensors
     assert m["proof"]["storage"]["status"] == m["proof"]["numerics"]["status"] == "passed"
     assert m["proof"]["numerics"] == {

@@ -61,7 +61,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    lines = [_parsed(line) for line in raw.split(b"\n")[:-1]]  # what follows the last newline was torn
+    lines = [_parsed(line) for line in raw.split(b"\n")]
     if not lines or not lines[0]:
         return None
     entries = [line for line in lines if line]

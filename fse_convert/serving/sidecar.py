@@ -244,7 +244,8 @@ def _places(folder: Path, metadata: Mapping[str, str]) -> dict[str, TensorInfo]:
     odd = set(places) ^ set(weight_map)
     if odd:
         _refuse("sidecar-incomplete", f"index and shards differ in {some(sorted(odd))}", index, RECONVERT)
-    return places
+    # The tripwire is for loaders that do not know this folder.
+    return {name: info for name, info in places.items() if info.shape != (0,)}
 
 
 def _shard(folder: Path, name: str, expected: Mapping[str, str]) -> dict[str, TensorInfo]:

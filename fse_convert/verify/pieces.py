@@ -239,7 +239,7 @@ def sidecar_pieces(
     if chosen is None:
         yield Piece(0, (("", shard.header.data_start),))
     for t in shard.header.tensors:
-        if chosen is not None and t.name not in chosen:
+        if (chosen is not None and t.name not in chosen) or not t.nbytes:  # the tripwire holds nothing
             continue
         start = shard.header.data_start + t.start
         expert = experts.get(t.name)

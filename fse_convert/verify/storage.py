@@ -12,12 +12,13 @@ from dataclasses import replace
 from math import prod
 
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.source import CONFIG, INDEX, MANIFEST, Shard, read_checkpoint
+from fse_convert.checkpoint.source import CONFIG, INDEX, MANIFEST, SIDECAR, Shard, read_checkpoint
 from fse_convert.claims import Claims
 from fse_convert.errors import VerificationFailure
 from fse_convert.models.describe import describe
 from fse_convert.models.moe import Role
 from fse_convert.originals import encode_json
+from fse_convert.plan import tripwire
 from fse_convert.verify.claimed import claim_mismatches, digest_mismatches, identity_mismatches
 from fse_convert.verify.expected import (
     KernelExpert,
@@ -133,7 +134,8 @@ def damaged(error: VerificationFailure, against: str) -> StorageResult:
 
 def _finish(result: StorageResult, claims: Claims, against: str, shards: Iterable[Shard]) -> StorageResult:
     result.findings.add(*digest_mismatches(claims, result))
-    tensors = sum(len(s.header.tensors) for s in shards)
+    inside = f"{SIDECAR}/"
+    tensors = sum(bool(t.nbytes) or not s.name.startswith(inside) for s in shards for t in s.header.tensors)
     return replace(result, against=against, of_tensors=tensors, digests=claims.tensors is not None)
 
 
@@ -178,7 +180,9 @@ def _check_sidecar(
     """Check the headers in ``fse/``; returns whose tensor each comparable one is."""
     layers = kernel_experts(source.description, claims.layers, claims.n_shared * claims.widths[2])
     expected = {name: (e, dtype, shape) for e in layers for name, (dtype, shape) in e.shapes.items()}
-    wrong = tensor_mismatches(sidecar, {n: ("", dtype, shape) for n, (_, dtype, shape) in expected.items()})
+    wire = tripwire(source.checkpoint)
+    wired = {wire.name: (next((s.name for s in sidecar), ""), wire.dtype, (0,))} if expected else {}
+    wrong = tensor_mismatches(sidecar, {n: ("", dtype, shape) for n, (_, dtype, shape) in expected.items()} | wired)
     findings.add(*wrong)
     for shard in sidecar:
         metadata = {"format": "pt", "fse_contract": claims.contract, **SIDECAR_METADATA}

@@ -124,7 +124,8 @@ def swap_mutations(c: Converted, rng: random.Random) -> Iterator[Mutation]:
         if data != raw[low : high + size]:
             yield Mutation(region, SIDECAR, low, bytes(data), changes_numbers=True)
 
-    for tensor, e in entries.items():
+    filled = {n: e for n, e in entries.items() if e["shape"] != [0]}  # all but the tripwire
+    for tensor, e in filled.items():
         begin, (rows, cols) = start + e["data_offsets"][0], e["shape"]
         size = cols * (4 if e["dtype"] == "I32" else 1)
         part = tensor.rpartition(".")[2]
