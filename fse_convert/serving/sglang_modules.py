@@ -86,9 +86,9 @@ def check_shapes(shared_experts: Any, hidden: int, width: int, target: str) -> N
 def check_contents(shared_experts: Any, shared: KernelShared) -> None:
     """Refuse a sidecar that holds other weights than those just loaded: stale, of another layer, or of another checkpoint.
 
-    ``shared``: on the modules' device. Weights are compared byte for byte; where SGLang has requantised 128x128 blocks
-    (packed scales, layers/quantization/fp8_utils.py:2147), the values. Weights shuffled for FlashInfer are not compared.
-    Raises NotServable.
+    ``shared``: on the modules' device. Weights are compared byte for byte, scales one by one; where SGLang has requantised
+    128x128 blocks (packed scales, layers/quantization/fp8_utils.py:2147), the values. Weights shuffled for FlashInfer are not
+    compared, nor their scales. Raises NotServable.
     """
     from fse_convert.layout.megamoe import INTERLEAVE
 
@@ -101,7 +101,10 @@ def check_contents(shared_experts: Any, shared: KernelShared) -> None:
     gate, up = _bytes(gate_up.weight.data).view(2, -1, INTERLEAVE, h)
     l2, loaded_l2 = (_bytes(t).view(-1, INTERLEAVE, s) for t in (shared.l2_weight, down.weight.data))
     pairs = ((gate, l1[:, 0]), (up, l1[:, 1]), (loaded_l2, l2))
-    same = _requantised(gate_up, down, pairs, shared) if _is_packed(down) else all(_equal(*pair) for pair in pairs)
+    if _is_packed(down):
+        same = _requantised(gate_up, down, pairs, shared)
+    else:
+        same = all(_equal(*pair) for pair in pairs) and _same_scales(gate_up, down, shared)
     if not same:
         message = "fse/ holds other weights than the shards beside it"
         hint = f"convert the checkpoint again after every change to its weights; {KEEP}"
@@ -124,6 +127,26 @@ def _is_packed(linear: Any) -> bool:
     import torch
 
     return bool(linear.weight_scale_inv.dtype == torch.int32)
+
+
+def _same_scales(gate_up: Any, down: Any, shared: KernelShared) -> bool:
+    """Whether block scales as loaded, FP32 or E8M0 bytes, are those of ``fse/``: one per row and 32 columns, all of them.
+
+    Blocks as SGLang's builder of the kernel's tensors takes them (layers/moe/mega_moe.py:732).
+    """
+    import torch
+
+    from fse_convert.layout import megamoe, ue8m0
+
+    ours = (torch.cat(megamoe.l1_scale_inverse(shared.l1_scale.t())), megamoe.l2_scale_inverse(shared.l2_scale.t()))
+    for linear, scale in zip((gate_up, down), ours, strict=True):
+        rows, columns = linear.quant_method.quant_config.weight_block_size
+        loaded = linear.weight_scale_inv.data
+        values = ue8m0.to_fp32(loaded) if loaded.dtype in {torch.uint8, torch.float8_e8m0fnu} else loaded.float()
+        theirs = values.repeat_interleave(rows, 0).repeat_interleave(columns // ue8m0.GROUP, 1)
+        if not _equal(theirs[: scale.shape[0], : scale.shape[1]], ue8m0.to_fp32(scale)):
+            return False
+    return True
 
 
 def _requantised(gate_up: Any, down: Any, pairs: Iterable[tuple[Tensor, Tensor]], shared: KernelShared) -> bool:

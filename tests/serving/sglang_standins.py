@@ -22,11 +22,13 @@ CONFIG = SimpleNamespace(hidden_size=512, moe_intermediate_size=384, n_shared_ex
 
 
 class Linear(nn.Module):
-    """A block-FP8 linear as SGLang leaves it after loading: scales as FP32."""
+    """A block-FP8 linear as SGLang leaves it after loading: scales as FP32, blocks by way of the quantisation method."""
 
     def __init__(self, weight: Tensor, scale: Tensor, prefix: str = "") -> None:
         super().__init__()
         self.prefix = prefix
+        blocks = [weight.shape[axis] // scale.shape[axis] for axis in (0, 1)]
+        self.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=blocks))
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from fse_convert.errors import NotServable
 from fse_convert.layout import megamoe, ue8m0
+from fse_convert.plan import Part
 from fse_convert.serving import sglang as plugin
 from fse_convert.serving import sglang_modules as modules
 from fse_convert.serving.sidecar import KernelShared, open_sidecar
@@ -152,6 +153,42 @@ def test_other_weights_than_those_beside_it_are_refused(server, converted, which
     linear.weight.data[row].view(torch.uint8)[-1] ^= 1
     served(converted())
     assert codes(refused(mlp)) == ["sidecar-stale"]
+
+
+@pytest.mark.parametrize("which", ["gate", "up", "down"])
+def test_another_scale_than_those_beside_it_is_refused(server, converted, which):
+    """One byte of E8M0, in the last block: the weights are the same, the values are not."""
+    mlp = loaded(converted())
+    linear, block = {"gate": (mlp.gate_up_proj, 11), "up": (mlp.gate_up_proj, 23), "down": (mlp.down_proj, 15)}[which]
+    assert linear.weight_scale_inv.shape[0] in {24, 16}
+    linear.weight_scale_inv.data = linear.weight_scale_inv.data.clone()
+    linear.weight_scale_inv.data[block, -1] *= 2
+    served(converted())
+    assert codes(refused(mlp)) == ["sidecar-stale"]
+
+
+@pytest.mark.parametrize("part", [Part.L1_SCALE, Part.L2_SCALE])
+@pytest.mark.parametrize("place", [0, -1])
+def test_another_scale_in_the_kernel_layout_is_refused(server, converted, part, place):
+    """The other way round: a byte of ``fse/``, padding and all, against the scales just loaded."""
+    shared = open_sidecar(converted()).tensors("layers.1.ffn.experts")
+    names = dict(zip(Part, shared._fields, strict=True))
+    changed = getattr(shared, names[part]).t().clone()
+    changed.view(torch.uint8).view(-1)[place] ^= 1
+    with pytest.raises(NotServable) as error:
+        modules.check_contents(loaded(converted()), shared._replace(**{names[part]: changed.t()}))
+    assert codes(error) == ["sidecar-stale"]
+    modules.check_contents(loaded(converted()), shared)
+
+
+def test_scales_kept_as_bytes_are_compared_too(server, converted):
+    mlp, shared = loaded(converted()), open_sidecar(converted()).tensors("layers.1.ffn.experts")
+    for linear in (mlp.gate_up_proj, mlp.down_proj):
+        linear.weight_scale_inv = nn.Parameter(ue8m0.from_fp32(linear.weight_scale_inv.data), requires_grad=False)
+    modules.check_contents(mlp, shared)
+    mlp.down_proj.weight_scale_inv.data[0, 0] += 1
+    with pytest.raises(NotServable):
+        modules.check_contents(mlp, shared)
 
 
 def test_another_layer_is_refused(server, converted):
