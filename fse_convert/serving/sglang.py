@@ -16,11 +16,11 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fse_convert.checkpoint.source import MANIFEST, SIDECAR
+from fse_convert.checkpoint.source import INDEX, MANIFEST, SIDECAR
 from fse_convert.errors import NotServable, Problem
 from fse_convert.fusion.targets import TARGETS, Target, find_target
 from fse_convert.serving import sglang_modes as modes
@@ -143,27 +143,37 @@ def after_prepare_weights(result: Any, _loader: Any, model_name_or_path: Any, *_
 def find_sidecar(load: Load | None) -> Sidecar | None:
     """Open ``fse/`` of the folder that a model is loaded from; None when there is none, or no folder is read (dummy weights).
 
-    Raises NotServable when it is there but incomplete, as after a download of the safetensors files alone.
+    Raises NotServable when it is there but incomplete, as after a download of the safetensors files alone, or damaged.
     """
     folder = state.folders.get(load.path) if load else None
-    if folder is None:
+    if load is None or folder is None:
         return None
     if folder not in state.sidecars:
-        state.sidecars[folder] = _open(folder)
+        state.sidecars[folder] = _open(folder, whole=Path(load.path).is_dir())
     return state.sidecars[folder]
 
 
-def _open(folder: Path) -> Sidecar | None:
-    from fse_convert.serving.sidecar import open_sidecar
+def _open(folder: Path, *, whole: bool) -> Sidecar | None:
+    from fse_convert.serving.sidecar import UNPROVED, open_sidecar
 
     if not (folder / MANIFEST).is_file():
-        if next((folder / SIDECAR).glob("shared-*-of-*.safetensors"), None) is None:
+        if not _has_remains(folder / SIDECAR):
             return None
-        message = f"{SIDECAR}/ has shards but no manifest: by a hub id SGLang fetches *.safetensors and little else"
+        message = f"{SIDECAR}/ has shards or an index but no manifest: by a hub id SGLang fetches *.safetensors and little else"
         hint = f"fetch the whole repository first: hf download REPO --local-dir OUT, then --model-path OUT; {modules.KEEP}"
         raise NotServable(Problem("sidecar-incomplete", message, str(folder / SIDECAR), hint))
-    sidecar = open_sidecar(folder)
-    return sidecar if sidecar.layers else None
+    try:
+        sidecar = open_sidecar(folder, whole=whole)
+    except NotServable as e:
+        raise NotServable(*(replace(p, hint=f"{p.hint}; {modules.KEEP}".lstrip("; ")) for p in e.problems)) from e
+    if not sidecar.proved:
+        logger.warning("fse-convert: " + UNPROVED, folder)
+    return sidecar if sidecar.layers else None  # none fits the kernel, by the manifest: what is lost was refused above
+
+
+def _has_remains(sidecar: Path) -> bool:
+    """Whether a folder without a manifest was ``fse/`` of an output."""
+    return (sidecar / INDEX).is_file() or next(sidecar.glob("shared-*-of-*.safetensors"), None) is not None
 
 
 # The kernel's weights ------------------------------------------------------------------------------------------------------------

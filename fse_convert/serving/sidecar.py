@@ -1,31 +1,41 @@
 """Reads ``OUT/fse``: the shared experts in kernel layout, for the loaders of servers.
 
-Opening reads the manifest, the index and the shards' headers, and refuses whatever does not fit together; no torch is
-imported until the first tensor is asked for. The format is described in docs/format.md.
+Opening reads the manifest, config.json, the indexes and the headers of ``fse/``, and refuses whatever does not fit together; the
+bytes of a tensor are checked when it is read. No torch is imported until then. The format is described in docs/format.md.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fse_convert.checkpoint.header import TensorInfo, header_length, parse_header
-from fse_convert.checkpoint.source import INDEX, MANIFEST, SIDECAR, some
+from fse_convert.checkpoint.source import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX, some
 from fse_convert.errors import FseConvertError, NotServable, Problem
 from fse_convert.fusion.targets import Contract
 from fse_convert.manifest import FORMAT, FORMAT_VERSION
 from fse_convert.plan import LAYOUT, LAYOUT_VERSION, Part
+from fse_convert.serving import stated
+from fse_convert.serving.stated import RECONVERT, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 K_PER_WORD = 128
 """K elements per int32 word of packed scales."""
-RECONVERT = "convert the original checkpoint again: fse-convert CHECKPOINT OUT"
+DOWN = re.compile(r"(.+)\.shared_experts?\.(?:.+\.)?(?:w2|down_proj)\.[^.]+")
+"""A tensor of a shared expert's down projection, and the prefix of its layer."""
 UPGRADE = "install the fse-convert that wrote it, or a later one"
+UNPROVED = (
+    "%s was written with --verify none: its manifest has no digests, so neither config.json nor the shared experts' bytes were "
+    "compared with what the conversion wrote"
+)
+"""For the loaders' logs; see `Sidecar.proved`."""
 
 
 class Widths(NamedTuple):
@@ -55,7 +65,8 @@ class Sidecar:
     """An opened ``OUT/fse``; see `open_sidecar`.
 
     ``contract``: name of the kernel contract that it was made for. ``layers``: prefixes as in the checkpoint, such as
-    ``layers.3.ffn.experts``, in the order of the shards. ``hidden`` is 0 when no layer is in kernel layout.
+    ``layers.3.ffn.experts``, in the order of the shards. ``hidden`` is 0 when no layer is in kernel layout. ``digests``: XXH3-128
+    of every tensor of OUT; None when the output was written without proof.
     """
 
     folder: Path
@@ -67,6 +78,7 @@ class Sidecar:
     n_shared: int
     hidden: int
     layers: tuple[str, ...]
+    digests: Mapping[str, str] | None = field(repr=False)
     _places: Mapping[str, TensorInfo] = field(repr=False)
     _handles: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -74,6 +86,11 @@ class Sidecar:
     def width(self) -> int:
         """Width of all shared experts of a layer together."""
         return self.n_shared * self.widths.kernel
+
+    @property
+    def proved(self) -> bool:
+        """Whether files and tensors can be compared with what the conversion wrote; if not, a loader says so: `UNPROVED`."""
+        return self.digests is not None and self.manifest["files"] is not None
 
     def nbytes(self, prefix: str) -> int:
         """Bytes of one layer's four tensors."""
@@ -84,18 +101,58 @@ class Sidecar:
         return KernelShared(*(self.tensor(prefix, part) for part in Part))
 
     def tensor(self, prefix: str, part: Part) -> Tensor:
-        """Read one tensor of a layer, as the kernel takes it; raises NotServable when it is not there."""
-        from safetensors import safe_open
-
+        """Read one tensor of a layer, as the kernel takes it; raises NotServable when it is not there, or not as it was written."""
         name = f"{prefix}.{part.value}"
         if name not in self._places:
             message = f"no shared experts of {prefix} in kernel layout"
             raise NotServable(Problem("sidecar-layer", message, self._where, RECONVERT))
         shard = self._places[name].shard
+        tensor = self._get(shard, name)
+        if self.digests is not None:
+            stated.check_bytes(name, tensor, self.digests.get(name), str(self.folder / shard))
+        return tensor.t() if part in {Part.L1_SCALE, Part.L2_SCALE} else tensor
+
+    def check_original(self, prefix: str) -> None:
+        """Refuse a sidecar beside the shards of another checkpoint of the same shapes, or beside shards that changed.
+
+        Of a layer's shared experts the down projections are read out of the shards, a third of their bytes: config and index do
+        not tell one such checkpoint from another. Raises NotServable.
+        """
+        for name in self._downs.get(prefix, ()):
+            shard = self._weight_map.get(name, self._single)
+            if not (self.folder / shard).is_file():
+                continue  # not fetched yet, so of the revision that fse/ is of
+            if stated.xxh3_128(self._get(shard, name)) != (self.digests or {})[name]:
+                message = f"{name} is not what the conversion wrote: fse/ is of another checkpoint, or the shard has changed"
+                refuse("sidecar-stale", message, self.folder / shard, RECONVERT)
+
+    @cached_property
+    def _downs(self) -> Mapping[str, list[str]]:
+        """Names of the down projections' tensors of the shared experts in the standard layout, by prefix in ``fse/``."""
+        found: dict[str, list[str]] = {prefix: [] for prefix in self.layers}
+        for match in filter(None, map(DOWN.match, self.digests or ())):
+            found.get(f"{match[1]}.experts", []).append(match[0])
+        return found
+
+    @cached_property
+    def _weight_map(self) -> Mapping[str, str]:
+        """Shard by tensor name in the standard layout; empty where there is no index."""
+        index = self.folder / INDEX
+        weight_map = _json(index).get("weight_map") if index.is_file() else None
+        return weight_map if isinstance(weight_map, dict) else {}
+
+    @cached_property
+    def _single(self) -> str:
+        """The shard of a checkpoint without an index."""
+        return next((path.name for path in self.folder.glob(f"*{SUFFIX}")), "") if not self._weight_map else ""
+
+    def _get(self, shard: str, name: str) -> Tensor:
+        from safetensors import safe_open
+
         if shard not in self._handles:
             self._handles[shard] = safe_open(self.folder / shard, framework="pt")
         tensor: Tensor = self._handles[shard].get_tensor(name)
-        return tensor.t() if part in {Part.L1_SCALE, Part.L2_SCALE} else tensor
+        return tensor
 
     def close(self) -> None:
         """Forget the open shards; tensors that were read stay valid."""
@@ -151,29 +208,31 @@ class Sidecar:
         return arguments if isinstance(arguments, dict) else {}
 
 
-def open_sidecar(folder: Path | str) -> Sidecar:
-    """Open the sidecar of a converted checkpoint and check it against itself; ``folder`` is OUT.
+def open_sidecar(folder: Path | str, *, whole: bool = True) -> Sidecar:
+    """Open the sidecar of a converted checkpoint and check it against itself and the folder; ``folder`` is OUT.
 
-    Raises NotServable for a folder that fse-convert did not write, for a format or layout that this release does not
-    know, and for files that are missing, incomplete or not those that were written.
+    ``whole``: OUT has all of its shards, and nobody else's. Raises NotServable for a folder that fse-convert did not write, for a
+    format or layout that this release does not know, and for files that are missing, incomplete or not those that were written.
     """
     folder = Path(folder)
     manifest = _manifest(folder)
     try:
         layout, model = manifest["layout"], manifest["model"]
         name, version, width = layout["name"], layout["version"], model["width"]
-        contract, n_shared = manifest["contract"]["name"], int(model["n_shared_experts"])
-        widths = Widths(int(width["source"]), int(width["main"]), int(width["kernel"]))
+        contract, n_shared = stated.text(manifest["contract"]["name"]), stated.count(model["n_shared_experts"])
+        widths = Widths(*(stated.count(width[key]) for key in Widths._fields))
+        claims = stated.read_stated(manifest)
     except (KeyError, TypeError, ValueError) as e:
-        _refuse("manifest-invalid", f"not as fse-convert writes it: {e!r}", folder / MANIFEST, RECONVERT)
+        refuse("manifest-invalid", f"not as fse-convert writes it: {e!r}", folder / MANIFEST, RECONVERT)
     if (name, version) != (LAYOUT, LAYOUT_VERSION):
         message = f"kernel layout {name!r} version {version!r}, this release knows {LAYOUT!r} version {LAYOUT_VERSION}"
-        _refuse("layout-unknown", message, folder / MANIFEST, UPGRADE)
-    _check_files(folder, manifest)
+        refuse("layout-unknown", message, folder / MANIFEST, UPGRADE)
+    stated.check_files(folder, claims.files, whole=whole)
     places = _places(folder, {"fse_contract": contract, "fse_layout": name, "fse_layout_version": str(version)})
     layers = tuple(dict.fromkeys(n.rpartition(".")[0] for n in places))
+    stated.check_layers(folder, claims.layers, layers)
     hidden = _check_shapes(folder, places, layers, n_shared * widths.kernel)
-    return Sidecar(folder, manifest, contract, name, version, widths, n_shared, hidden, layers, places)
+    return Sidecar(folder, manifest, contract, name, version, widths, n_shared, hidden, layers, claims.tensors, places)
 
 
 def is_converted(folder: Path | str) -> bool:
@@ -182,7 +241,7 @@ def is_converted(folder: Path | str) -> bool:
 
 
 def locate(model: str, revision: str | None = None, cache: str | None = None) -> Path:
-    """Folder of a model: itself, or for a name on the Hugging Face Hub the snapshot, with ``fse/`` downloaded into it.
+    """Folder of a model: itself, or for a name on the Hugging Face Hub the snapshot, with ``fse/`` and what decides downloaded.
 
     Raises what huggingface_hub raises; offline it looks in the cache only.
     """
@@ -190,23 +249,20 @@ def locate(model: str, revision: str | None = None, cache: str | None = None) ->
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, revision=revision, cache_dir=cache, allow_patterns=[f"{SIDECAR}/*"]))
-
-
-def _refuse(code: str, message: str, where: Path, hint: str = "") -> NoReturn:
-    raise NotServable(Problem(code, message, str(where), hint))
+    return Path(snapshot_download(model, revision=revision, cache_dir=cache, allow_patterns=[f"{SIDECAR}/*", CONFIG, INDEX]))
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        _refuse("sidecar-missing", f"no {MANIFEST}: this folder was not written by fse-convert", folder, RECONVERT)
+        refuse("sidecar-missing", f"no {MANIFEST}: this folder was not written by fse-convert", folder, RECONVERT)
     manifest = _json(path)
     if manifest.get("format") != FORMAT:
-        _refuse("manifest-invalid", f"format is {manifest.get('format')!r}, not {FORMAT!r}", path, RECONVERT)
+        refuse("manifest-invalid", f"format is {manifest.get('format')!r}, not {FORMAT!r}", path, RECONVERT)
     if manifest.get("format_version") != FORMAT_VERSION:
         message = f"format version {manifest.get('format_version')!r}, this release knows {FORMAT_VERSION}"
-        _refuse("manifest-version", message, path, UPGRADE)
+        refuse("manifest-version", message, path, UPGRADE)
+    stated.check_digest(manifest, folder)
     return manifest
 
 
@@ -214,20 +270,10 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        _refuse("manifest-invalid", f"not readable as JSON: {e}", path, RECONVERT)
+        refuse("manifest-invalid", f"not readable as JSON: {e}", path, RECONVERT)
     if not isinstance(value, dict):
-        _refuse("manifest-invalid", f"a JSON {type(value).__name__}, not an object", path, RECONVERT)
+        refuse("manifest-invalid", f"a JSON {type(value).__name__}, not an object", path, RECONVERT)
     return value
-
-
-def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Compare sizes with those in the manifest, where it lists them: shards replaced after the conversion are not these."""
-    files = manifest.get("files")
-    for name, stated in files.items() if isinstance(files, dict) else ():
-        path = folder / name
-        if name.endswith(".safetensors") and path.is_file() and path.stat().st_size != stated.get("size"):
-            message = f"has {path.stat().st_size} bytes, the conversion wrote {stated.get('size')}"
-            _refuse("sidecar-stale", message, path, RECONVERT)
 
 
 def _places(folder: Path, metadata: Mapping[str, str]) -> dict[str, TensorInfo]:
@@ -237,13 +283,13 @@ def _places(folder: Path, metadata: Mapping[str, str]) -> dict[str, TensorInfo]:
         return {}
     weight_map = _json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) and Path(v).name == v for v in weight_map.values()):
-        _refuse("sidecar-incomplete", "no weight_map from tensors to files of this folder", index, RECONVERT)
+        refuse("sidecar-incomplete", "no weight_map from tensors to files of this folder", index, RECONVERT)
     places: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
         places.update(_shard(folder, f"{SIDECAR}/{shard}", metadata))
     odd = set(places) ^ set(weight_map)
     if odd:
-        _refuse("sidecar-incomplete", f"index and shards differ in {some(sorted(odd))}", index, RECONVERT)
+        refuse("sidecar-incomplete", f"index and shards differ in {some(sorted(odd))}", index, RECONVERT)
     # The tripwire is for loaders that do not know this folder.
     return {name: info for name, info in places.items() if info.shape != (0,)}
 
@@ -257,12 +303,12 @@ def _shard(folder: Path, name: str, expected: Mapping[str, str]) -> dict[str, Te
             file.seek(8)
             header = parse_header(file.read(length), size, name)
     except OSError as e:
-        _refuse("sidecar-incomplete", f"cannot be read: {e.strerror or e}", path, RECONVERT)
+        refuse("sidecar-incomplete", f"cannot be read: {e.strerror or e}", path, RECONVERT)
     except FseConvertError as e:
         raise NotServable(*e.problems) from e
     found = {key: header.metadata.get(key) for key in expected}
     if found != expected:
-        _refuse("layout-unknown", f"says {found}, the manifest says {dict(expected)}", path, RECONVERT)
+        refuse("layout-unknown", f"says {found}, the manifest says {dict(expected)}", path, RECONVERT)
     return {t.name: t for t in header.tensors}
 
 
@@ -284,5 +330,5 @@ def _check_shapes(folder: Path, places: Mapping[str, TensorInfo], layers: tuple[
                 found = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}"
                 dtype, shape = expected[part]
                 message = f"{prefix}.{part.value} {found}, expected {dtype} {list(shape)}"
-                _refuse("sidecar-incomplete", message, folder / SIDECAR, RECONVERT)
+                refuse("sidecar-incomplete", message, folder / SIDECAR, RECONVERT)
     return h

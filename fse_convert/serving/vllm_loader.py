@@ -12,6 +12,8 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -20,8 +22,8 @@ from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from fse_convert.errors import NotServable, Problem
-from fse_convert.serving.sidecar import Sidecar, locate, open_sidecar
-from fse_convert.serving.vllm_takeover import Takeover, find_blocks, marker
+from fse_convert.serving.sidecar import UNPROVED, Sidecar, locate, open_sidecar
+from fse_convert.serving.vllm_takeover import WITHOUT, Takeover, find_blocks, marker
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,7 +49,7 @@ class FseModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Load every weight of ``model``; see the class."""
         folder = locate(model_config.model, model_config.revision, self.load_config.download_dir)
-        sidecar = open_sidecar(folder)
+        sidecar = _open(folder, whole=Path(model_config.model).is_dir())
         takeover = Takeover(sidecar, model, vllm.__version__)
         self._takeover = takeover
         try:
@@ -75,6 +77,17 @@ class FseModelLoader(DefaultModelLoader):  # type: ignore[misc]
         for name, tensor in super().get_all_weights(model_config, model):
             prefix = taken_prefix(name, takeover.sidecar) if takeover else None
             yield name, tensor if prefix is None else marker(prefix)
+
+
+def _open(folder: Path, *, whole: bool) -> Sidecar:
+    """Open the sidecar; every refusal also says how to load without this plugin, since a draft may be what has none."""
+    try:
+        sidecar = open_sidecar(folder, whole=whole)
+    except NotServable as e:
+        raise NotServable(*(replace(p, hint=f"{p.hint}; {WITHOUT}".lstrip("; ")) for p in e.problems)) from e
+    if not sidecar.proved:
+        logger.warning(UNPROVED, folder)
+    return sidecar
 
 
 def taken_prefix(name: str, sidecar: Sidecar) -> str | None:

@@ -21,7 +21,8 @@ from fse_convert.errors import NotServable, Problem
 from fse_convert.fusion.targets import TARGETS, Target, find_target
 from fse_convert.layout.sizes import round_up
 from fse_convert.plan import Part
-from fse_convert.serving.sidecar import RECONVERT, Sidecar
+from fse_convert.serving.sidecar import Sidecar
+from fse_convert.serving.stated import RECONVERT
 
 SLOTS = ("_transformed_shared_l1_weights", "_transformed_shared_l2_weights")
 NOT_MEGAMOE = "serve it with --moe-backend deep_gemm_mega_moe --enable-expert-parallel, or without --load-format fse"
@@ -164,6 +165,8 @@ class Takeover:
         if prefix is None:
             message = "the model owns this layer, the sidecar does not hold its shared experts"
             raise NotServable(Problem("sidecar-layer", message, block.name, RECONVERT))
+        if block.name not in self.taken:
+            self.sidecar.check_original(prefix)
         if self.taken.setdefault(block.name, prefix) != prefix:
             message = f"the model puts {self.taken[block.name]} and {prefix} into one layer"
             raise NotServable(Problem("sidecar-layer", message, block.name, WITHOUT))

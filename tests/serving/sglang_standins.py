@@ -81,14 +81,15 @@ class Registry:
         self._patched |= self.hooks.keys() - self.lost
 
 
-def served(folder: Path | None, config: Any = CONFIG, loader: str = "DefaultModelLoader") -> None:
-    """Tell the plugin, by its own hooks, that a model is loaded from a folder."""
+def served(folder: Path | None, config: Any = CONFIG, loader: str = "DefaultModelLoader", *, local: bool = True) -> None:
+    """Tell the plugin, by its own hooks, that a model is loaded from a folder, or from a hub id that it stands for."""
+    path = str(folder) if folder and local else "org/model"
     model_config = SimpleNamespace(
-        model_path="org/model", hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"]), hf_text_config=config
+        model_path=path, hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"]), hf_text_config=config
     )
     plugin.after_get_model_loader(type(loader, (), {})(), None, model_config)
     if folder:
-        plugin.after_prepare_weights((str(folder), [], True), None, "org/model", None)
+        plugin.after_prepare_weights((str(folder), [], True), None, path, None)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

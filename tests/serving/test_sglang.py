@@ -205,6 +205,54 @@ def test_a_download_without_the_manifest_is_refused(server, converted, tmp_path)
     assert "hf download" in str(error.value)
 
 
+def test_a_folder_that_lost_its_index_or_a_byte_is_refused(server, converted, tmp_path):
+    out = shutil.copytree(converted(), tmp_path / "index")
+    (out / "fse" / "model.safetensors.index.json").unlink()
+    served(out)
+    error = refused(loaded(out))
+    assert codes(error) == ["sidecar-incomplete"]
+    assert modules.KEEP in str(error.value)
+    out = shutil.copytree(converted(), tmp_path / "byte")
+    (shard,) = (out / "fse").glob("*.safetensors")
+    raw = shard.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    shard.write_bytes(raw[:start] + bytes(byte ^ 1 for byte in raw[start:]))
+    served(out)
+    assert codes(refused(loaded(out))) == ["sidecar-damaged"]
+
+
+def test_an_index_without_shards_and_manifest_is_no_foreign_folder(server, converted, tmp_path):
+    out = shutil.copytree(converted(), tmp_path / "out")
+    for path in (out / "fse").iterdir():
+        if path.name != "model.safetensors.index.json":
+            path.unlink()
+    served(out)
+    assert codes(refused(loaded(out))) == ["sidecar-incomplete"]
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_shards_that_are_missing_count_in_a_folder_of_ones_own(server, converted, tmp_path, local):
+    """By a hub id SGLang fetches what it wants into a snapshot, and has looked after itself."""
+    out, mlp = shutil.copytree(converted(), tmp_path / "out"), loaded(converted())
+    sorted(out.glob("*.safetensors"))[0].unlink()
+    served(out, local=local)
+    if local:
+        assert codes(refused(mlp)) == ["shard-missing"]
+    else:
+        plugin.around_shared(never, mlp)
+        assert plugin.state.load.from_sidecar == [MODULE]
+
+
+def test_an_output_without_proof_is_taken_and_the_log_says_so_once(server, converted, caplog):
+    out = converted("sglang-0.5.23", "v4.1-flash", "--verify", "none")
+    served(out)
+    with caplog.at_level("INFO"):
+        plugin.around_shared(never, loaded(out))
+        plugin.find_sidecar(plugin.state.load)
+    assert caplog.text.count("--verify none") == 1
+    assert str(out) in caplog.text
+
+
 def test_a_foreign_folder_of_that_name_is_no_sidecar(server, made, tmp_path):
     out = shutil.copytree(made(), tmp_path / "out")
     (out / "fse").mkdir()

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from fse_convert.errors import NotServable
 from fse_convert.fusion.targets import MEGAMOE_128, MEGAMOE_512
+from fse_convert.manifest import DIGEST, own_digest
 from fse_convert.plan import Part
 from fse_convert.serving.sidecar import KernelShared, Sidecar, Widths, is_converted, locate, open_sidecar
 
@@ -41,9 +42,14 @@ def copy(converted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(converted, tmp_path / "out"))
 
 
-def manifest(folder: Path, **changes: Any) -> None:
+def manifest(folder: Path, *, signed: bool = True, **changes: Any) -> dict[str, Any]:
+    """Change the manifest, and its own digest with it unless it is to be found out; returns it."""
     path = folder / "fse" / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    changed: dict[str, Any] = {**json.loads(path.read_text()), **changes}
+    if signed:
+        changed[DIGEST] = own_digest(changed)
+    path.write_text(json.dumps(changed))
+    return changed
 
 
 def shard(folder: Path) -> Path:
@@ -52,7 +58,7 @@ def shard(folder: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], object], *, index: bool = True) -> None:
-    """Change the sidecar's shard, and make index and manifest agree with it."""
+    """Change the sidecar's shard, and make index and manifest agree with it; layers that are gone stay in the manifest."""
     with safe_open(shard(folder), framework="pt") as f:
         tensors, metadata = {n: f.get_tensor(n) for n in f.keys()}, dict(f.metadata())  # noqa: SIM118
     change(tensors, metadata)

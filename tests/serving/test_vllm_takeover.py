@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -236,6 +237,31 @@ def test_parameters_of_another_kind(sidecar: Sidecar) -> None:
         text = refusal(lambda: give(Moe(experts), marker(LAYERS[0])))
     assert "[layout-mismatch]" in text
     assert "torch.bfloat16" in text
+
+
+@pytest.mark.parametrize("experts", [Parameters, Slots])
+@pytest.mark.parametrize(("changed", "code"), [("fse", "sidecar-damaged"), (".", "sidecar-stale")])
+def test_bytes_that_the_conversion_did_not_write(
+    sidecar: Sidecar, tmp_path: Path, experts: type[nn.Module], changed: str, code: str
+) -> None:
+    """In the kernel layout, or in the shards beside it; the sizes are the same."""
+    out = Path(shutil.copytree(sidecar.folder, tmp_path / "out"))
+    for shard in (out / changed).glob("*.safetensors"):
+        raw = shard.read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        shard.write_bytes(raw[:start] + bytes(byte ^ 1 for byte in raw[start:]))
+    block = Moe(experts(), mlp() if experts is Slots else None)
+    takeover = Takeover(open_sidecar(out), model(block), "0.33.0")
+
+    def load() -> None:
+        with takeover:
+            give(block, marker(LAYERS[0]))
+        takeover.finish()
+
+    text = refusal(load)
+    assert f"[{code}]" in text
+    assert str(out) in text
+    assert not vars(block.experts).keys() & {"load_shared_expert_weight", "finalize_weights"}
 
 
 def test_everything_is_put_back_after_an_error(sidecar: Sidecar) -> None:
