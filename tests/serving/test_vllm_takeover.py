@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fse_convert.errors import NotServable
 from fse_convert.plan import Part
-from fse_convert.serving import vllm as plugin
 from fse_convert.serving.sidecar import Sidecar, open_sidecar
 from fse_convert.serving.vllm_takeover import SLOTS, Block, Takeover, find_blocks, marker, server_target
 
@@ -282,8 +281,3 @@ def test_targets(version: str, name: str) -> None:
 def test_generations() -> None:
     assert not Block("", Moe(Parameters())).slots
     assert Block("", Moe(Slots())).slots
-
-
-def test_registering_outside_of_vllm_fails_only_when_called() -> None:
-    with pytest.raises(ImportError):
-        plugin.register()
