@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,51 +74,68 @@ state = State()
 
 
 def register() -> None:
-    """Register the hooks; SGLang calls this in every process, before anything is loaded.
+    """Register the hooks; SGLang calls this in every process, before anything is loaded. All that is needed, or none.
 
-    A hook whose target this release lacks is left out: 0.5.21 and earlier have no fused shared experts.
+    A builder that this release lacks is left out: 0.5.21 and earlier have no fused shared experts. Without the hooks that say what
+    is being loaded nothing could be freed safely, and SGLang is left as it is.
     """
     if os.environ.get(modules.SWITCH, "").strip().lower() in OFF:
         logger.info("fse-convert: %s=%s, SGLang is left as it is", modules.SWITCH, os.environ[modules.SWITCH])
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    hooks = {
-        SHARED: (around_shared, HookType.AROUND),
-        ROUTED: (around_routed, HookType.AROUND),
+    needed = {
         f"{LOADER}.get_model_loader": (after_get_model_loader, HookType.AFTER),
         f"{LOADER}.DefaultModelLoader._prepare_weights": (after_prepare_weights, HookType.AFTER),
         AFTER_LOAD: (after_load, HookType.AFTER),
     }
-    for target, (hook, kind) in hooks.items():
-        if _exists(target):
-            HookRegistry.register(target, hook, kind)
-        else:
-            logger.info("fse-convert: this SGLang has no %s", target)
+    builders = {SHARED: (around_shared, HookType.AROUND), ROUTED: (around_routed, HookType.AROUND)}
+    missing = [target for target in (*needed, *builders) if not _exists(target)]
+    for target in missing:
+        logger.info("fse-convert: this SGLang has no %s", target)
+    if needed.keys() & set(missing):
+        logger.warning("fse-convert: this SGLang is not known, and left as it is: nothing is freed or taken from %s/", SIDECAR)
+        return
+    for target, (hook, kind) in (needed | builders).items():
+        if target in missing:
+            continue
+        HookRegistry.register(target, hook, kind, source=HookSource(NAME, NAME))
+        if target in HookRegistry._patched:  # by a plugin that applied hooks itself: SGLang would pass ours over
+            HookRegistry._apply_target(target, [(kind, hook, HookSource(NAME, NAME))])
 
 
 def _exists(target: str) -> bool:
     parent, _, name = target.rpartition(".")
     try:
         return hasattr(pkgutil.resolve_name(parent), name)
-    except (ImportError, AttributeError):
+    except Exception as e:  # noqa: BLE001 (a module of SGLang may fail at import in any way, without a GPU for one)
+        logger.debug("fse-convert: %s: %r", target, e)
         return False
 
 
 def guard() -> None:
-    """Put the hooks of `sglang_modes.guards` in place; raises NotServable if SGLang does not take one, so that nothing is freed."""
+    """Put the hooks of `sglang_modes.guards` in place; raises NotServable if SGLang does not take one, so that nothing is freed.
+
+    They go around whatever is there: SGLang applies hooks to a target once, and another plugin may have been first (0.5.23
+    plugins/hook_registry.py:176). Each is asked afterwards, since its being registered proves nothing.
+    """
     if state.guarded:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     exporter = pkgutil.resolve_name(modes.EXPORTER)
-    wanted = modes.guards(hasattr(exporter, "_weight_export_unsupported_reason"))
-    for target, hook in wanted.items():
-        HookRegistry.register(target, hook, HookType.AROUND, source=HookSource(NAME, NAME))
-    HookRegistry.apply_hooks()
-    missing = sorted(set(wanted) - HookRegistry._patched)
+    missing = []
+    for target, hook in modes.guards(hasattr(exporter, "_weight_export_unsupported_reason")).items():
+        try:
+            HookRegistry._apply_target(target, [(HookType.AROUND, hook, HookSource(NAME, NAME))])
+            in_place = modes.answers(target)
+        except Exception as e:  # noqa: BLE001 (whatever it is, nothing may be freed)
+            logger.debug("fse-convert: %s: %r", target, e)
+            in_place = False
+        if not in_place:
+            missing.append(target)
     if missing:
-        message = f"this SGLang has no {', '.join(missing)}: requests that read freed weights could not be refused"
+        message = f"this SGLang does not let {', '.join(missing)} be hooked: requests that read freed weights could not be refused"
         raise NotServable(Problem("release-unknown", message, "fse-convert in SGLang", modules.KEEP))
     state.guarded = True
 
@@ -263,8 +281,8 @@ def server_target() -> Target:
     """The row of `TARGETS` for the SGLang that runs here; the newest one for a release that has no row yet."""
     from importlib.metadata import version
 
-    release = ".".join(version("sglang").split(".")[:3])
-    return find_target(f"sglang-{release}") or [t for t in TARGETS if t.engine == "SGLang"][-1]
+    release = re.match(r"\d+\.\d+\.\d+", version("sglang"))  # of 0.5.22rc1 and 0.5.22.dev3+g1234567 too
+    return (find_target(f"sglang-{release.group()}") if release else None) or [t for t in TARGETS if t.engine == "SGLang"][-1]
 
 
 # What it came to -----------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ release 0.5.23. To add a mode, add a row to `MODES`.
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from fse_convert.errors import NotServable, Problem
@@ -191,6 +193,23 @@ def refuse_get(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs
     return original(exporter, *args, **kwargs)
 
 
+PROBE = object()
+"""Given to a hooked method in place of its object; only a guard gives it back."""
+
+
+def answers(target: str) -> bool:
+    """Whether what is called under a target's name is one of our guards, before anything else of another plugin or SGLang."""
+    return pkgutil.resolve_name(target)(PROBE) is PROBE
+
+
+def _probed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(hook)
+    def guarded(original: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
+        return subject if subject is PROBE else hook(original, subject, *args, **kwargs)
+
+    return guarded
+
+
 def guards(marks_exports: bool) -> dict[str, Callable[..., Any]]:
     """Hooks, by target, that must be in place once anything is freed. ``marks_exports``: SGLang heeds ``_weight_export_error``."""
     found: dict[str, Callable[..., Any]] = {UPDATER: refuse_update, CHECKER: refuse_check}
@@ -198,4 +217,4 @@ def guards(marks_exports: bool) -> dict[str, Callable[..., Any]]:
         found |= {f"{EXPORTER}.{name}": refuse_save for name in SAVES}
         found |= {f"{EXPORTER}.{name}": refuse_send for name in SENDS}
         found[f"{EXPORTER}.get_weights_by_name"] = refuse_get
-    return found
+    return {target: _probed(hook) for target, hook in found.items()}

@@ -11,11 +11,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tests share modules, and --import-mode=importlib adds no folder
 
-from sglang_standins import Registry
+from sglang_standins import Registry, method
 
 from fse_convert.cli import main
-from fse_convert.fusion.targets import find_target
 from fse_convert.serving import sglang as plugin
+from fse_convert.serving import sglang_modes as modes
 from fse_convert.serving import sglang_modules as modules
 
 
@@ -29,7 +29,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "pp_size": 1,
     }
     registry = Registry()
-    exporter = type("WeightExporter", (), {"_weight_export_unsupported_reason": None})
+    methods = dict.fromkeys((*modes.SAVES, *modes.SENDS, "get_weights_by_name"), method)
+    exporter = type("WeightExporter", (), {"_weight_export_unsupported_reason": None, **methods})
+    updater = type("SchedulerWeightUpdaterManager", (), {"begin_weight_update": method})
+    checker = type("WeightChecker", (), {"handle": method})
     given = {
         "arg_groups.mega_moe_hook": {"MEGA_MOE_NO_FALLBACK_ARCHS": frozenset({"DeepseekV4ForCausalLM"})},
         "runtime_context": {"get_context": lambda: SimpleNamespace(config_leaf=leaves.get)},
@@ -38,6 +41,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             "HookType": SimpleNamespace(AROUND="around", AFTER="after"),
             "HookSource": lambda *names: names,
         },
+        "managers.scheduler_components.weight_updater": {"SchedulerWeightUpdaterManager": updater},
+        "utils.weight_checker": {"WeightChecker": checker},
         "model_executor.model_runner_components.weight_exporter": {"WeightExporter": exporter},
         "model_executor.model_runner_components.load_model_utils": {"maybe_precompile_model_kernels_after_loading": None},
         "layers.moe.mega_moe": {"build_mega_moe_experts_weights": None, "build_mega_moe_shared_weights": None},
@@ -54,9 +59,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
                 setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], sys.modules[path])
         vars(sys.modules[".".join(parts)]).update(values)
     monkeypatch.setattr(plugin, "state", plugin.State())
-    monkeypatch.setattr(plugin, "server_target", lambda: find_target("sglang-0.5.23"))
+    monkeypatch.setattr(plugin, "_said", set())
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.5.23")
     monkeypatch.delenv(modules.SWITCH, raising=False)
-    return SimpleNamespace(leaves=leaves, registry=registry, exporter=exporter)
+    return SimpleNamespace(leaves=leaves, registry=registry, exporter=exporter, updater=updater, checker=checker)
 
 
 @pytest.fixture(scope="module")

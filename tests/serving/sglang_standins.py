@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import pkgutil
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,18 +70,64 @@ class Experts(nn.Module):
 
 
 class Registry:
-    """Keeps what is registered; patches every target but those that it is told to lose, as a failed patch is only logged."""
+    """SGLang's registry as far as it matters (0.5.21 to 0.5.23 plugins/hook_registry.py, the same file): it keeps hooks by target,
+    wraps what is there once, and passes over targets that it has been at before; a failure is logged alone.
+
+    ``lost``: targets that cannot be patched. ``deaf``: those that look patched and are not.
+    """
 
     def __init__(self) -> None:
-        self.hooks: dict[str, Any] = {}
+        self._hooks: dict[str, list[tuple[str, Any, Any]]] = {}
         self._patched: set[str] = set()
         self.lost: set[str] = set()
+        self.deaf: set[str] = set()
+        self.applied: list[str] = []
 
-    def register(self, target: str, hook: Any, _kind: Any, source: Any = None) -> None:
-        self.hooks[target] = hook
+    @property
+    def hooks(self) -> dict[str, Any]:
+        return {target: hooks[-1][1] for target, hooks in self._hooks.items()}
+
+    def register(self, target: str, hook: Any, kind: str, *, source: Any = None) -> None:
+        self._hooks.setdefault(target, []).append((kind, hook, source))
 
     def apply_hooks(self) -> None:
-        self._patched |= self.hooks.keys() - self.lost
+        for target, hooks in self._hooks.items():
+            if target in self._patched:
+                continue
+            with suppress(Exception):
+                self._apply_target(target, hooks)
+                self._patched.add(target)
+
+    def _apply_target(self, target: str, hooks: list[tuple[str, Any, Any]]) -> None:
+        parent, _, name = target.rpartition(".")
+        place = pkgutil.resolve_name(parent)
+        wrapped = getattr(place, name)
+        if target in self.lost:
+            raise TypeError(target)
+        for kind, hook, _source in hooks:
+            wrapped = _wrap(wrapped, hook, kind)
+        if target not in self.deaf:
+            setattr(place, name, wrapped)
+        self.applied.append(target)
+
+
+def _wrap(original: Any, hook: Any, kind: str) -> Any:
+    @functools.wraps(original)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    @functools.wraps(original)
+    def after(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        modified = hook(result, *args, **kwargs)
+        return result if modified is None else modified
+
+    return {"around": around, "after": after}[kind]
+
+
+def method(*_args: Any, **_kwargs: Any) -> str:
+    """A method of SGLang's that would read weights."""
+    return "read"
 
 
 def served(folder: Path | None, config: Any = CONFIG, loader: str = "DefaultModelLoader", *, local: bool = True) -> None:

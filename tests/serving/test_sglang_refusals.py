@@ -85,22 +85,66 @@ def test_an_architecture_with_a_fallback_keeps_everything(server, converted, cap
     assert caplog.text.count("nothing is freed") == 1
 
 
-def test_a_guard_that_sglang_does_not_take_stops_everything(server, converted):
-    server.registry.lost = {modes.CHECKER}
+@pytest.mark.parametrize("kind", ["lost", "deaf"])
+def test_a_guard_that_sglang_does_not_take_stops_everything(server, converted, kind):
+    getattr(server.registry, kind).add(modes.CHECKER)
     served(converted())
     error = refused(loaded(converted()))
     assert codes(error) == ["release-unknown"]
     assert modes.CHECKER in str(error.value)
+    assert modes.UPDATER not in str(error.value)
+    assert not plugin.state.guarded
+
+
+def test_a_method_that_moved_stops_everything(server, converted):
+    del server.updater.begin_weight_update
+    served(converted())
+    error = refused(loaded(converted()))
+    assert codes(error) == ["release-unknown"]
+    assert modes.UPDATER in str(error.value)
+
+
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_guards_are_there_where_another_plugin_was_first(server, converted, passes_on):
+    """SGLang applies hooks to a target once; that it has been at it says nothing of ours, nor does the other plugin."""
+    seen = []
+
+    def others(original, *args, **kwargs):
+        seen.append(args)
+        return original(*args, **kwargs) if passes_on else "another plugin's"
+
+    for target in (modes.CHECKER, modes.UPDATER):
+        server.registry.register(target, others, "around")
+    server.registry.apply_hooks()
+    served(converted())
+    mlp = loaded(converted())
+    plugin.around_shared(never, mlp)
+    assert not seen, "the proof that a guard is there calls nobody else"
+    checker = server.checker()
+    checker._get_model = lambda: mlp
+    with pytest.raises(RuntimeError, match="weight checks"):
+        checker.handle("checksum")
+    assert not seen
+    checker._get_model = lambda: nn.Linear(1, 1)
+    assert checker.handle("checksum") == ("read" if passes_on else "another plugin's")
+    assert seen == [(checker, "checksum")]
 
 
 def test_guards_cover_the_exports_of_a_release_without_marks(server, converted):
     served(converted())
     plugin.around_shared(never, loaded(converted()))
-    assert server.registry.hooks.keys() == {modes.UPDATER, modes.CHECKER}
+    assert set(server.registry.applied) == {modes.UPDATER, modes.CHECKER}
     plugin.state.guarded = False
     del server.exporter._weight_export_unsupported_reason
     plugin.guard()
-    assert {name.rpartition(".")[2] for name in server.registry.hooks} >= {*modes.SAVES, *modes.SENDS, "get_weights_by_name"}
+    assert {name.rpartition(".")[2] for name in server.registry.applied} >= {*modes.SAVES, *modes.SENDS, "get_weights_by_name"}
+    mlp = loaded(converted())
+    modules.free_shared(mlp, ())
+    exporter = server.exporter()
+    exporter.get_model = lambda: mlp
+    with pytest.raises(RuntimeError, match="weight exports"):
+        exporter.save_sharded_model("elsewhere")
+    assert exporter.get_weights_by_name("name") is None
 
 
 def test_freed_modules_refuse_with_what_to_change(server, converted, monkeypatch):
