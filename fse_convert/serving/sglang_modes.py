@@ -39,6 +39,21 @@ def _is_set(value: Any, _leaf: Leaf) -> bool:
     return bool(value)
 
 
+def _above_cap(requests: Any, leaf: Leaf) -> bool:
+    """Whether the decode batches that the configuration allows can be larger than MegaMoE takes, per rank.
+
+    SGLang itself looks at the batches that it has CUDA graphs for (arg_groups/mega_moe_hook.py:102, 169); larger ones run without
+    a graph, and above the cap past MegaMoE (layers/moe/mega_moe.py:192). Prefill nodes decode nothing.
+    """
+    if requests is None or leaf("disaggregation_mode") == "prefill":
+        return False
+    from sglang.srt.environ import envs
+
+    tokens = (leaf("speculative_num_draft_tokens") or 1) if leaf("speculative_algorithm") else 1
+    per_rank = max(1, requests // (leaf("attn_dp_size") or 1))  # model_executor/pool_configurator.py:1141
+    return bool(per_rank * tokens > getattr(envs, CAP).get())
+
+
 MODES: tuple[Mode, ...] = (
     Mode(
         "weight_cache_mode", lambda v, _: v not in (None, "off"),
@@ -112,6 +127,12 @@ MODES: tuple[Mode, ...] = (
         f"with pipeline parallelism and dynamic chunking SGLang does not check batches against {CAP}; above it the unfused path "
         "reads the originals (arg_groups/mega_moe_hook.py:185)",
         "leave out --enable-dynamic-chunking",
+    ),
+    Mode(
+        "max_running_requests", _above_cap,
+        f"that many requests per data-parallel rank, times the tokens of each per step, are more than {CAP}: SGLang runs such a "
+        "decode batch without a CUDA graph on the unfused path, which reads the originals (layers/moe/mega_moe.py:192)",
+        f"--max-running-requests lower, or {CAP} higher",
     ),
 )  # fmt: skip
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "disaggregation_mode": "null",
         "pp_size": 1,
     }
+    cap = SimpleNamespace(get=lambda: int(os.environ.get(modules.CAP, "8192")))
     registry = Registry()
     methods = dict.fromkeys((*modes.SAVES, *modes.SENDS, "get_weights_by_name"), method)
     exporter = type("WeightExporter", (), {"_weight_export_unsupported_reason": None, **methods})
@@ -35,6 +37,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     checker = type("WeightChecker", (), {"handle": method})
     given = {
         "arg_groups.mega_moe_hook": {"MEGA_MOE_NO_FALLBACK_ARCHS": frozenset({"DeepseekV4ForCausalLM"})},
+        "environ": {"envs": SimpleNamespace(**{modules.CAP: cap})},
         "runtime_context": {"get_context": lambda: SimpleNamespace(config_leaf=leaves.get)},
         "plugins.hook_registry": {
             "HookRegistry": registry,
@@ -61,7 +64,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(plugin, "state", plugin.State())
     monkeypatch.setattr(plugin, "_said", set())
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.5.23")
-    monkeypatch.delenv(modules.SWITCH, raising=False)
+    for variable in (modules.SWITCH, modules.CAP):
+        monkeypatch.delenv(variable, raising=False)
     return SimpleNamespace(leaves=leaves, registry=registry, exporter=exporter, updater=updater, checker=checker)
 
 

@@ -29,6 +29,7 @@ READERS = {
     "model_path": ("instance://1.2.3.4:5", "instance connector"),
     "disaggregation_mode": ("decode", modules.CAP),
     "enable_dynamic_chunking": (True, modules.CAP),
+    "max_running_requests": (8193, "--max-running-requests lower"),
 }
 
 
@@ -63,6 +64,30 @@ def test_modes_that_read_the_originals_are_refused_by_name(server, converted, le
 )
 def test_modes_that_do_not_read_them_are_not_refused(leaves):
     modes.refuse("DefaultModelLoader", leaves.get)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "cap", "above"),
+    [
+        ({}, 8192, False),  # not given: SGLang sizes it from the memory that is left, after loading
+        ({"max_running_requests": 8192}, 8192, False),
+        ({"max_running_requests": 8193}, 8192, True),
+        ({"max_running_requests": 8193}, 8193, False),
+        ({"max_running_requests": 8193, "attn_dp_size": 2}, 8192, False),
+        ({"max_running_requests": 8193, "attn_dp_size": 2}, 4095, True),
+        ({"max_running_requests": 2048, "speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}, 8192, False),
+        ({"max_running_requests": 2049, "speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}, 8192, True),
+        ({"max_running_requests": 2049, "speculative_num_draft_tokens": 4}, 8192, False),
+        ({"max_running_requests": 8193, "disaggregation_mode": "prefill"}, 8192, False),
+    ],
+)
+def test_decode_batches_above_the_cap_are_refused_where_the_configuration_allows_them(server, monkeypatch, leaves, cap, above):
+    monkeypatch.setenv(modules.CAP, str(cap))
+    if above:
+        with pytest.raises(NotServable, match=modules.CAP):
+            modes.refuse("DefaultModelLoader", leaves.get)
+    else:
+        modes.refuse("DefaultModelLoader", leaves.get)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ REFUSED = {
     "model_path": "instance://10.0.0.1:30000",
     "disaggregation_mode": "decode",
     "enable_dynamic_chunking": True,
+    "max_running_requests": 1_000_000,
 }
 
 
