@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,11 @@ from typing import Any
 import make_env
 import torch
 import wheels
+import xxhash
 from make_checkpoint import make_checkpoint
 from safetensors import safe_open
+
+from fse_convert.manifest import DIGEST, own_digest
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -100,6 +103,7 @@ EVERYWHERE = [
     *(pair.stock() for pair in PAIRS),
     V4("", "auto"), V4("shared-512", "auto"), V4("shared-512"), V4("all-128"), V4("shared-128"), V4(""),
     V4("all-512", sabotage=True), V4("all-512", damage="byte"), V4("all-512", damage="layer"), V4("all-512", damage="version"),
+    V4("all-512", damage="silent"), V4("all-512", damage="shard"), V4("all-512", damage="config"), V4("all-512", damage="manifest"),
     V4("all-512", "auto", damage="alone"), V4_1("all-512", "auto", damage="alone"), V4("all-512", environment=FUSION_OFF),
 ]  # fmt: skip
 ONLY_0_33 = [
@@ -110,12 +114,16 @@ ONLY_0_33 = [
     case("v4.1", "v4.1-dspark", "all-512", arguments=DSPARK, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
     case("v4.1", "v4.1-dspark", "all-512", "auto", arguments=DSPARK, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
 ]  # fmt: skip
+FUSE_AS_IT_IS = [  # what README says of a release: the source as it is, and --target megamoe-128, with and without the plugin
+    V4("all-512"), V4("all-512", "auto"), WRAPPER("all-512"), WRAPPER("all-512", "auto"), V4("shared-512"),
+    V4("", "auto"), V4("all-128"), V4("all-128", "auto"), WRAPPER("", "auto"), WRAPPER("all-128"), WRAPPER("all-128", "auto"),
+]  # fmt: skip
 FP8_CACHE = {"kv_cache_dtype": "fp8"}  # 0.29 builds V4's attention with no other
 CASES: dict[str, list[Case]] = {
     "0.33": EVERYWHERE + ONLY_0_33,
     "0.30": EVERYWHERE,
-    "0.32": [V4("all-512"), V4("all-512", "auto"), WRAPPER("all-512"), WRAPPER("all-512", "auto"), V4("all-128"), V4("shared-512")],
-    "0.31": [V4("all-512"), V4("all-512", "auto"), WRAPPER("all-512"), WRAPPER("all-512", "auto"), V4("all-128"), V4("shared-512")],
+    "0.32": FUSE_AS_IT_IS,
+    "0.31": FUSE_AS_IT_IS,
     "0.29": [V4("all-512", arguments=FP8_CACHE), V4("all-512", "auto", arguments=FP8_CACHE)],
 }
 
@@ -131,8 +139,8 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 class Workshop:
     """Makes checkpoints, their conversions and damaged copies of those, each once, in one folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, **sizes: int) -> None:
+        self.folder, self.sizes = folder, {**SIZES, **sizes}
 
     def once(self, name: str, make: Callable[[Path], object]) -> Path:
         folder = self.folder / name
@@ -145,7 +153,7 @@ class Workshop:
         return folder
 
     def source(self, name: str) -> Path:
-        return self.once(name, lambda new: make_checkpoint(new, **{**SIZES, **SOURCES[name]}))
+        return self.once(name, lambda new: make_checkpoint(new, **{**self.sizes, **SOURCES[name]}))
 
     def output(self, name: str, output: str) -> Path:
         def convert(new: Path) -> None:
@@ -174,19 +182,41 @@ class Workshop:
         return self.once(f"{whole.name}-{of.damage}", lambda new: DAMAGE[of.damage](whole, new))
 
 
-def _one_byte(whole: Path, new: Path) -> None:
-    """The first byte of a layer's L1 weight is another one; every size stays."""
-    shutil.copytree(whole, new)
-    shard = next((new / "fse").glob("*.safetensors"))
+def _flip(shard: Path, name: str) -> str:
+    """Make the first byte of a tensor another one; every size stays. Returns the XXH3-128 of what it then holds."""
     raw = bytearray(shard.read_bytes())
     length = int.from_bytes(raw[:8], "little")
-    start = json.loads(raw[8 : 8 + length])[f"layers.1.ffn.experts.{PARTS[0]}"]["data_offsets"][0]
-    raw[8 + length + start] ^= 0x01
+    start, end = (8 + length + offset for offset in json.loads(raw[8 : 8 + length])[name]["data_offsets"])
+    raw[start] ^= 0x01
     shard.write_bytes(raw)
+    return xxhash.xxh3_128(raw[start:end]).hexdigest()
+
+
+def _one_byte(whole: Path, new: Path, *, stated: bool = True) -> None:
+    """The first byte of a layer's L1 weight is another one, in the manifest's digest too, if it is to be ``stated``."""
+    shutil.copytree(whole, new)
+    name = f"layers.1.ffn.experts.{PARTS[0]}"
+    digest = _flip(next((new / "fse").glob("*.safetensors")), name)
+    if stated:
+        _edit(new, ("tensors", name), digest)
+
+
+def _one_byte_of_a_shard(whole: Path, new: Path) -> None:
+    """A shared expert in the standard layout is another one, as in another checkpoint of the same shapes."""
+    shutil.copytree(whole, new)
+    name = "layers.1.ffn.shared_experts.w2.weight"
+    _flip(new / json.loads((new / "model.safetensors.index.json").read_text())["weight_map"][name], name)
+
+
+def _another_config(whole: Path, new: Path) -> None:
+    """Somebody has edited config.json, in a value that no shape depends on."""
+    shutil.copytree(whole, new)
+    config = json.loads((new / "config.json").read_text())
+    (new / "config.json").write_text(json.dumps({**config, "bos_token_id": 1}))
 
 
 def _no_layer(whole: Path, new: Path) -> None:
-    """The sidecar has lost a layer, in index and shard alike."""
+    """The sidecar has never had a layer that the model has: in index, shard and manifest alike."""
     from safetensors.torch import save_file
 
     shutil.copytree(whole, new)
@@ -196,6 +226,8 @@ def _no_layer(whole: Path, new: Path) -> None:
         save_file({n: f.get_tensor(n) for n in names}, shard, metadata=f.metadata())
     index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, shard.name)}))
     _edit(new, ("files",), None)
+    layers = json.loads((new / "fse" / "manifest.json").read_text())["layers"]
+    _edit(new, ("layers",), [{**layer, "verdict": "unfused"} if layer["name"] == "layers.1.ffn" else layer for layer in layers])
 
 
 def _alone(whole: Path, new: Path) -> None:
@@ -204,18 +236,21 @@ def _alone(whole: Path, new: Path) -> None:
     shutil.copy(whole / "config.json", new)
 
 
-def _edit(folder: Path, path: tuple[str, ...], value: Any) -> None:
+def _edit(folder: Path, path: tuple[str, ...], value: Any, *, signed: bool = True) -> None:
+    """Change one value of the manifest, and its own digest with it unless it is to be found out."""
     manifest = json.loads((folder / "fse" / "manifest.json").read_text())
     place = manifest
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
+    if signed:
+        manifest[DIGEST] = own_digest(manifest)
     (folder / "fse" / "manifest.json").write_text(json.dumps(manifest))
 
 
-def _edited(path: tuple[str, ...], value: Any, whole: Path, new: Path) -> None:
+def _edited(path: tuple[str, ...], value: Any, whole: Path, new: Path, *, signed: bool = True) -> None:
     shutil.copytree(whole, new)
-    _edit(new, path, value)
+    _edit(new, path, value, signed=signed)
 
 
 def _two_of_half(whole: Path, new: Path) -> None:
@@ -226,6 +261,10 @@ def _two_of_half(whole: Path, new: Path) -> None:
 
 DAMAGE: dict[str, Callable[[Path, Path], None]] = {
     "byte": _one_byte,
+    "silent": partial(_one_byte, stated=False),
+    "shard": _one_byte_of_a_shard,
+    "config": _another_config,
+    "manifest": partial(_edited, ("model", "family"), "another", signed=False),
     "layer": _no_layer,
     "alone": _alone,
     "version": partial(_edited, ("layout", "version"), 2),
@@ -264,15 +303,22 @@ def installed(folder: Path) -> Path:
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fse-convert\nVersion: 0\n")
     (info / "entry_points.txt").write_text(entry_point())
+    return dependencies(folder)
+
+
+def dependencies(folder: Path) -> Path:
+    """Put what the plugins depend on beside the servers' own packages into a folder for PYTHONPATH: the same interpreter's."""
+    with contextlib.suppress(FileExistsError):
+        (folder / "xxhash").symlink_to(Path(xxhash.__file__).parent)
     return folder
 
 
-def run_driver(release: str, workshop: Workshop) -> dict[str, Any]:
-    """Answer all cases of a release: ``version`` and ``answers`` by case id."""
+def run_driver(release: str, workshop: Workshop, cases: Sequence[Case] = ()) -> dict[str, Any]:
+    """Answer cases, by default all of a release: ``version`` and ``answers`` by case id."""
     python = make_env.ensure("vllm", Path(os.environ.get("FSE_PEERS_VLLM") or wheels.cache_dir() / "vllm"))
     path = [] if release == "0.33" else [wheels.fetch(Sources("vllm", f"{release}.0", ("*.py", "*.json")))]
     path += [installed(workshop.folder / "installed"), REPOSITORY]
-    cases = CASES[release]
+    cases = cases or CASES[release]
     request = [
         {
             "checkpoint": str(workshop.checkpoint(c)),
