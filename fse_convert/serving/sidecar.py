@@ -118,11 +118,17 @@ class Sidecar:
         Of a layer's shared experts the down projections are read out of the shards, a third of their bytes: config and index do
         not tell one such checkpoint from another. Raises NotServable.
         """
+        from safetensors import SafetensorError
+
         for name in self._downs.get(prefix, ()):
             shard = self._weight_map.get(name, self._single)
             if not (self.folder / shard).is_file():
                 continue  # not fetched yet, so of the revision that fse/ is of
-            if stated.xxh3_128(self._get(shard, name)) != (self.digests or {})[name]:
+            try:
+                actual = stated.xxh3_128(self._get(shard, name))
+            except SafetensorError as e:  # of this size, and with other tensors or none
+                actual = str(e)
+            if actual != (self.digests or {})[name]:
                 message = f"{name} is not what the conversion wrote: fse/ is of another checkpoint, or the shard has changed"
                 refuse("sidecar-stale", message, self.folder / shard, RECONVERT)
 
@@ -130,7 +136,7 @@ class Sidecar:
     def _downs(self) -> Mapping[str, list[str]]:
         """Names of the down projections' tensors of the shared experts in the standard layout, by prefix in ``fse/``."""
         found: dict[str, list[str]] = {prefix: [] for prefix in self.layers}
-        for match in filter(None, map(DOWN.match, self.digests or ())):
+        for match in filter(None, map(DOWN.fullmatch, self.digests or ())):
             found.get(f"{match[1]}.experts", []).append(match[0])
         return found
 

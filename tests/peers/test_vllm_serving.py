@@ -161,8 +161,10 @@ def test_shared_only_is_the_source_to_an_unmodified_server(served: Served) -> No
     assert shared["reads"] == source["reads"]
 
 
-@pytest.mark.parametrize("release", [pytest.param(r, marks=SLOW) for r in ("0.31", "0.32")])
-@pytest.mark.parametrize("model", [V4, WRAPPER])
+@pytest.mark.parametrize(
+    ("release", "model"),
+    [("0.33", V4_1), *(pytest.param(r, model, marks=SLOW) for r in ("0.31", "0.32") for model in (V4, WRAPPER))],
+)
 def test_from_0_31_on_the_source_fuses_as_it_is_and_so_does_an_output_that_is_not_padded(served: Served, model: Any) -> None:
     """The kernel is called with the same tensors either way, and they are those of ``fse/``; the plugin's too."""
     of = model("all-128")
@@ -208,14 +210,15 @@ def test_what_the_kernel_gets_is_what_the_sidecar_holds(served: Served) -> None:
 
 
 @pytest.mark.parametrize("release", ["0.30"])
-def test_0_30_runs_shared_only_fused_with_the_plugin(served: Served) -> None:
+@pytest.mark.parametrize("model", [V4, WRAPPER])
+def test_0_30_runs_shared_only_fused_with_the_plugin(served: Served, model: Any) -> None:
     """0.30 pads the routed experts itself: the one release for which --experts shared is enough."""
-    of = V4("shared-512")
-    answer, everything = served.loaded(of), served.loaded(V4("all-512"))
+    of = model("shared-512")
+    answer, everything = served.loaded(of), served.loaded(model("all-512"))
     assert answer["layers"] == everything["layers"]
     assert answer["held"] == everything["held"]
-    assert answer["reads"]["shared"] == downs(len(LAYERS["v4"]))
-    assert answer["peak"] < served.loaded(V4("shared-512", "auto"))["peak"]
+    assert answer["reads"]["shared"] == downs(len(LAYERS[of.source]))
+    assert answer["peak"] < served.loaded(model("shared-512", "auto"))["peak"]
 
 
 @pytest.mark.parametrize("release", ["0.30"])

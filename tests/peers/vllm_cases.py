@@ -121,7 +121,7 @@ FUSE_AS_IT_IS = [  # what README says of a release: the source as it is, and --t
 FP8_CACHE = {"kv_cache_dtype": "fp8"}  # 0.29 builds V4's attention with no other
 CASES: dict[str, list[Case]] = {
     "0.33": EVERYWHERE + ONLY_0_33,
-    "0.30": EVERYWHERE,
+    "0.30": [*EVERYWHERE, WRAPPER("shared-512"), WRAPPER("shared-512", "auto")],
     "0.32": FUSE_AS_IT_IS,
     "0.31": FUSE_AS_IT_IS,
     "0.29": [V4("all-512", arguments=FP8_CACHE), V4("all-512", "auto", arguments=FP8_CACHE)],

@@ -122,6 +122,15 @@ def test_the_sidecar_of_another_checkpoint(out: Path, made: Callable[..., Path],
             open_sidecar(out).check_original(layer)
 
 
+def test_a_shard_that_has_other_tensors_or_is_none(out: Path) -> None:
+    shard = out / json.loads((out / INDEX).read_text())["weight_map"]["layers.1.ffn.shared_experts.w2.weight"]
+    raw = shard.read_bytes()
+    for changed in (raw.replace(b"shared_experts.w2", b"shared_experts.w9"), b"\xff" * len(raw)):
+        shard.write_bytes(changed)
+        with pytest.raises(NotServable, match="sidecar-stale"):
+            open_sidecar(out).check_original(LAYERS[1])
+
+
 def test_the_shard_of_another_checkpoint_without_an_index(made: Callable[..., Path], tmp_path: Path) -> None:
     outs = [convert(made("v4-flash", single_file=True, seed=s), tmp_path / f"{s}", "--verify", "storage") for s in (0, 1)]
     open_sidecar(outs[0]).check_original(LAYERS[0])
