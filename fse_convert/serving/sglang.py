@@ -96,11 +96,12 @@ def register() -> None:
     if needed.keys() & set(missing):
         logger.warning("fse-convert: this SGLang is not known, and left as it is: nothing is freed or taken from %s/", SIDECAR)
         return
+    passed_over = getattr(HookRegistry, "_patched", ())  # by a plugin that applied hooks itself: SGLang does so once per target
     for target, (hook, kind) in (needed | builders).items():
         if target in missing:
             continue
         HookRegistry.register(target, hook, kind, source=HookSource(NAME, NAME))
-        if target in HookRegistry._patched:  # by a plugin that applied hooks itself: SGLang would pass ours over
+        if target in passed_over:
             HookRegistry._apply_target(target, [(kind, hook, HookSource(NAME, NAME))])
 
 

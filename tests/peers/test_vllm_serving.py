@@ -305,6 +305,15 @@ def test_what_the_conversion_did_not_write_is_refused(served: Served) -> None:
 
 
 @pytest.mark.parametrize("release", ["0.33"])
+def test_an_output_without_proof_loads_and_the_log_says_that_nothing_was_compared(served: Served) -> None:
+    answer, whole = served.loaded(V4("all-512", damage="unproved")), served.loaded(V4("all-512"))
+    assert sum("--verify none" in line for line in answer["log"]) == 1
+    assert not any("--verify none" in line for line in whole["log"])
+    assert answer["layers"] == whole["layers"]
+    assert "shared" not in answer["reads"]
+
+
+@pytest.mark.parametrize("release", ["0.33"])
 def test_another_number_of_shared_experts(served: Served) -> None:
     text = served.refusal(V4("all-512", damage="count"))
     assert "[shared-count-mismatch]" in text

@@ -109,6 +109,7 @@ EVERYWHERE = [
 ONLY_0_33 = [
     case("v4-two", "v4", "all-512"), case("v4-two", "v4", "all-512", "auto"),
     case("v4-one-file", "v4", "all-512"), case("v4-one-file", "v4", "all-512", "auto"), V4("all-512", damage="count"),
+    V4("all-512", damage="unproved"),
     V4_1("all-128"), V4_1("all-128", "auto"), V4_1("", "auto"),
     V4("all-512", arguments={"model_loader_extra_config": {"enable_multithread_load": True}}),
     case("v4.1", "v4.1-dspark", "all-512", arguments=DSPARK, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
@@ -208,6 +209,13 @@ def _one_byte_of_a_shard(whole: Path, new: Path) -> None:
     _flip(new / json.loads((new / "model.safetensors.index.json").read_text())["weight_map"][name], name)
 
 
+def _unproved(whole: Path, new: Path) -> None:
+    """The manifest as ``--verify none`` leaves it, and a config.json that nobody can compare."""
+    _another_config(whole, new)
+    for key in ("files", "tensors"):
+        _edit(new, (key,), None)
+
+
 def _another_config(whole: Path, new: Path) -> None:
     """Somebody has edited config.json, in a value that no shape depends on."""
     shutil.copytree(whole, new)
@@ -264,6 +272,7 @@ DAMAGE: dict[str, Callable[[Path, Path], None]] = {
     "silent": partial(_one_byte, stated=False),
     "shard": _one_byte_of_a_shard,
     "config": _another_config,
+    "unproved": _unproved,
     "manifest": partial(_edited, ("model", "family"), "another", signed=False),
     "layer": _no_layer,
     "alone": _alone,

