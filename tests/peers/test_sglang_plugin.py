@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -288,6 +289,20 @@ def test_the_plugin_loads_in_a_bare_process_without_cuda(ask: Callable[..., Answ
     assert {f"{HOOKS}shared_weights", f"{HOOKS}experts_weights"} <= set(answer["patched"])
     assert answer["registered"] == answer["patched"]
     assert not answer["cuda"]
+
+
+def test_fse_with_a_config_beside_it_is_no_checkpoint(
+    checkpoint: Callable[..., Path], ask: Callable[..., Answer], work: Path
+) -> None:
+    """SGLang only warns of tensors that it does not know: the tripwire in ``fse/`` stops it all the same."""
+    out, alone = checkpoint("v4.1", "sglang-0.5.23"), work / "alone"
+    with locked(alone):
+        if not alone.exists():
+            shutil.copytree(out / "fse", alone)
+            shutil.copy(out / "config.json", alone)
+    answer = ask("sglang_driver", alone, "--load-only")
+    for (loaded,) in (answer["stock"], answer["plugin"]):
+        assert "loaded_weight.shape[output_dim]=0" in loaded["error"]
 
 
 @pytest.mark.parametrize("variables", [{"SGLANG_PLUGINS": "another"}, {"FSE_CONVERT_SGLANG": "off"}], ids=str)
