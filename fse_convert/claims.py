@@ -20,12 +20,14 @@ RESTORE_HINT = "give the folder that fse-convert wrote"
 class Claims:
     """A manifest, typed.
 
-    ``widths`` of one expert: source, main (standard layout), kernel. ``edits``: (section, key, old, new) of config.json.
-    ``layers``: verdict by layer name. ``padded``: source shape by tensor name. ``files``: size and SHA-256 by name,
-    ``tensors``: XXH3-128 by name; both None when the output was written without proof.
+    ``target``, ``experts``: the arguments by those names. ``widths`` of one expert: source, main (standard layout), kernel.
+    ``edits``: (section, key, old, new) of config.json. ``layers``: verdict by layer name. ``padded``: source shape by tensor
+    name. ``files``: size and SHA-256 by name, ``tensors``: XXH3-128 by name; both None when the output was written without
+    proof.
     """
 
     raw: Mapping[str, Any]
+    target: str
     experts: str
     contract: str
     n_shared: int
@@ -73,13 +75,14 @@ def read_claims(folder: Folder) -> Claims:
 
 
 def _check_intact(value: dict[str, Any], raw: bytes) -> None:
-    version = value.get("format_version")
+    version: Any = value.get("format_version")
     stated = value.get(DIGEST)
-    intact = encode_json(value) == raw and own_digest(value) == stated
-    if intact and value.get("format") == FORMAT and isinstance(version, int) and version > FORMAT_VERSION:
+    intact = encode_json(value) == raw and own_digest(value) == stated and value.get("format") == FORMAT
+    intact = intact and type(version) is int  # JSON's true and 1.0 equal 1
+    if intact and version > FORMAT_VERSION:
         message = f"format version {version}, this fse-convert knows up to {FORMAT_VERSION}"
         raise InvalidCheckpoint(Problem("format-newer", message, MANIFEST, "use the fse-convert that wrote it, or a newer one"))
-    if not intact or value.get("format") != FORMAT or version != FORMAT_VERSION:
+    if not intact or version != FORMAT_VERSION:
         raise _damaged(f"it is not as it was written: {DIGEST} states {stated}, its bytes give {own_digest(value)}")
 
 
@@ -89,22 +92,42 @@ def _damaged(message: str) -> VerificationFailure:
 
 def parse_claims(value: Mapping[str, Any]) -> Claims:
     """Type a manifest's content; raises KeyError, TypeError, ValueError or AttributeError for any other content."""
-    model, width = value["model"], value["model"]["width"]
+    model, width, arguments, source = value["model"], value["model"]["width"], value["arguments"], value["source"]
     files, tensors = value.get("files"), value.get("tensors")
-    source = value["source"]
-    if not all(isinstance(d, str) for d in [*source["files"].values(), *source["originals"].values()]):
-        raise ValueError("source.files and source.originals map names to texts")
-    if not all(isinstance(s["size"], int) and isinstance(s["header_sha256"], str) for s in source["shards"].values()):
-        raise ValueError("source.shards maps names to size and header_sha256")
+    if (files is None) != (tensors is None):
+        raise ValueError("files and tensors are both null or both there")
+    if _whole(arguments["tp"]) < 1 or type(arguments["allow_unfused"]) is not bool:
+        raise ValueError("arguments.tp is a positive integer, arguments.allow_unfused a boolean")
+    if CONFIG not in source["files"]:
+        raise ValueError(f"source.files has no {CONFIG}")
+    for text in [*source["files"].values(), *source["originals"].values()]:
+        _text(text).encode("utf-8")
+    for shard in source["shards"].values():
+        _whole(shard["size"])
+        _text(shard["header_sha256"])
     return Claims(
         raw=value,
-        experts=value["arguments"]["experts"],
-        contract=value["contract"]["name"],
-        n_shared=int(model["n_shared_experts"]),
-        widths=(int(width["source"]), int(width["main"]), int(width["kernel"])),
-        edits=tuple((e["section"], e["key"], int(e["from"]), int(e["to"])) for e in value["config_edits"]),
-        layers={layer["name"]: layer["verdict"] for layer in value["layers"]},
-        padded={name: tuple(map(int, shape)) for name, shape in value["padded"].items()},
-        files={n: (int(f["size"]), str(f["sha256"])) for n, f in files.items()} if files is not None else None,
-        tensors={n: str(d) for n, d in tensors.items()} if tensors is not None else None,
+        target=_text(arguments["target"]),
+        experts=_text(arguments["experts"]),
+        contract=_text(value["contract"]["name"]),
+        n_shared=_whole(model["n_shared_experts"]),
+        widths=(_whole(width["source"]), _whole(width["main"]), _whole(width["kernel"])),
+        edits=tuple((_text(e["section"]), _text(e["key"]), _whole(e["from"]), _whole(e["to"])) for e in value["config_edits"]),
+        layers={_text(layer["name"]): _text(layer["verdict"]) for layer in value["layers"]},
+        padded={name: tuple(map(_whole, shape)) for name, shape in value["padded"].items()},
+        files={n: (_whole(f["size"]), _text(f["sha256"])) for n, f in files.items()} if files is not None else None,
+        tensors={n: _text(d) for n, d in tensors.items()} if tensors is not None else None,
     )
+
+
+def _whole(value: Any) -> int:
+    """A whole number, not negative; JSON's true, 1.0 and Infinity are none."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"a whole number was expected, not {json.dumps(value)[:40]}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a text was expected, not {json.dumps(value)[:40]}")
+    return value

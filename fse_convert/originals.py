@@ -26,22 +26,31 @@ def sha256(data: bytes) -> str:
 
 
 def config_candidates(converted: Mapping[str, Any], edits: Iterable[tuple[str, str, int]]) -> Iterator[bytes]:
-    """Undo ``edits`` (section, key, old value) in a parsed config.json, and encode it in the usual ways."""
+    """Undo ``edits`` (section, key, old value) in a parsed config.json, and encode it in the usual ways.
+
+    Gives nothing where a section is not there, as in a config that is not the one that was converted.
+    """
     config = json.loads(json.dumps(converted))
     for section, key, old in edits:
-        (config[section] if section else config)[key] = old
-    return _encodings(config)
+        place = config.get(section) if section else config
+        if not isinstance(place, dict):
+            return
+        place[key] = old
+    yield from _encodings(config)
 
 
 def index_candidates(converted: Mapping[str, Any], total_size: int, grown: int) -> Iterator[bytes]:
-    """Put the source's totals into a parsed index, and encode it in the usual ways.
+    """Put the source's totals into a parsed index, and encode it in the usual ways; nothing where it has no metadata.
 
     ``total_size``: bytes of the source's tensors. ``grown``: elements that padding added, for ``total_parameters``.
     """
-    metadata = {**converted["metadata"], "total_size": total_size}
+    stated = converted.get("metadata")
+    if not isinstance(stated, dict):
+        return
+    metadata = {**stated, "total_size": total_size}
     if isinstance(metadata.get("total_parameters"), int):
         metadata["total_parameters"] -= grown
-    return _encodings({**converted, "metadata": metadata})
+    yield from _encodings({**converted, "metadata": metadata})
 
 
 def header_candidates(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Iterator[bytes]:
@@ -76,6 +85,6 @@ def encode_json(value: Any) -> bytes:
 def _encodings(value: Any) -> Iterator[bytes]:
     for ascii_only in (False, True):
         for indent in (2, 4):
-            raw = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode("utf-8")
+            raw = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "backslashreplace")
             yield raw + b"\n"
             yield raw

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -259,12 +259,17 @@ def workload(plan: Plan, folder: LocalFolder, request: Request) -> tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A request to verify: the output, its source if there is one, and how far to go."""
+    """A request to verify: the output, its source if there is one, and how far to go.
+
+    ``level``: None for as far as there is something to run on, short of the kernel. ``sample``: look at so many tensors,
+    chosen by ``seed``.
+    """
 
     out: Path
     source: Path | None
-    level: Level = Level.NUMERICS
+    level: Level | None = None
     sample: int | None = None
+    seed: int = 0
     device: str = "auto"
 
 
@@ -287,7 +292,8 @@ def verify(check: Check, observe: Observer) -> Proof:
     from fse_convert.verify.proof import NoDevice, Proof, prove
     from fse_convert.verify.storage import damaged, prove_alone
 
-    out, level = LocalFolder(check.out), check.level if check.source else Level.STORAGE
+    out, level = LocalFolder(check.out), (check.level or Level.NUMERICS) if check.source else Level.STORAGE
+    sample, seed = check.sample, check.seed
     with environment(check.out):
         source = open_source(LocalFolder(check.source)) if check.source else None
         try:
@@ -295,12 +301,14 @@ def verify(check: Check, observe: Observer) -> Proof:
         except VerificationFailure as e:
             return Proof(level, damaged(e, "source" if source else "manifest"))
         if source is None:
-            return Proof(level, prove_alone(out, claims, sample=check.sample, progress=_events(observe)))
+            return Proof(level, prove_alone(out, claims, sample=sample, seed=seed, progress=_events(observe)))
         try:
-            return prove(source, out, claims, level, sample=check.sample, device=check.device, progress=_events(observe))
+            told = _events(observe)
+            proof = prove(source, out, claims, level, sample=sample, seed=seed, device=check.device, progress=told)
         except NoDevice as e:
             hint = "leave --device away: numerics run on the CPU too"
             raise EnvironmentFailure(Problem("no-cuda", str(e), "--device", hint)) from e
+    return replace(proof, level=Level.STORAGE) if check.level is None and proof.empty else proof
 
 
 def restore(out: Path, original: Path, link: Link, observe: Observer) -> Restored:

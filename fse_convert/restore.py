@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -64,6 +64,8 @@ def write_original(
     Raises VerificationFailure when the output is not as its manifest describes it, and OSError.
     """
     _check_complete(folder, claims)
+    if claims.tensors is None:
+        _check_links(folder)
     done = Restored(digests=claims.tensors is not None)
     writer = _Restoring(folder, claims, staging, link, observe, done)
     for shard in checkpoint.shards:
@@ -84,6 +86,14 @@ def _check_complete(folder: LocalFolder, claims: Claims) -> None:
     missing = sorted(n for n in expected if n not in folder.files and not n.startswith(f"{SIDECAR}/"))
     if missing:
         raise _unlike("file-missing", some(missing), "the manifest names files that are not there")
+
+
+def _check_links(folder: LocalFolder) -> None:
+    """Refuse links out of the output where no digest says what they must lead to: any file of the machine would be copied."""
+    root = folder.root.resolve()
+    outside = [n for n in folder.files if not folder.path(n).resolve().is_relative_to(root)]
+    if outside:
+        raise _unlike("link-outside", some(outside), "leads out of the output, and the manifest has no digests to compare it with")
 
 
 def _totals(checkpoint: Checkpoint, claims: Claims) -> tuple[int, int]:
@@ -156,17 +166,17 @@ class _Restoring:
             if rows > new_rows or row > new_row:
                 raise _unlike("tensor-shape", f"{shard.name}: {t.name}", f"{list(t.shape)} cannot hold the original {list(shape)}")
         digest = xxhash.xxh3_128()
-        step = max(1, CHUNK // max(new_row, 1))
-        buffer = bytearray(min(step, new_rows) * new_row)
-        for first in range(0, new_rows, step):
-            count = min(step, new_rows - first)
-            view = memoryview(buffer)[: count * new_row]
-            read_into(fd, view, shard.header.data_start + t.start + first * new_row)
+        start = shard.header.data_start + t.start
+        for offset, size, columns in _pieces(new_rows, new_row):
+            view = memoryview(bytearray(size))
+            read_into(fd, view, start + offset)
             digest.update(view)
-            real = max(0, min(count, rows - first))
-            if out is not None and real:
-                write_all(out, _cut(view[: real * new_row], new_row, row))
-            self.observe(shard.name, len(view), False)
+            first, column = divmod(offset, new_row)
+            real = max(0, min(size // columns, rows - first))
+            keep = max(0, min(columns, row - column))
+            if out is not None and real and keep:
+                write_all(out, _cut(view[: real * columns], columns, keep))
+            self.observe(shard.name, size, False)
         stated = self.claims.tensors and self.claims.tensors.get(t.name)
         if self.claims.tensors is not None and stated != digest.hexdigest():
             found = f"XXH3-128 {digest.hexdigest()}, the manifest states {stated}"
@@ -204,6 +214,15 @@ class _Restoring:
 
     def _carry(self, name: str) -> None:
         self.done.files[name] = carry(self.folder.path(name), self.staging.path(name), self.link)
+
+
+def _pieces(rows: int, row: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a matrix of ``rows`` of ``row`` bytes into (offset, bytes, bytes per row): whole rows, or parts of one long row."""
+    if row > CHUNK:
+        yield from ((first * row + at, n, n) for first in range(rows) for at in range(0, row, CHUNK) if (n := min(CHUNK, row - at)))
+    elif row:
+        step = CHUNK // row
+        yield from ((first * row, min(step, rows - first) * row, row) for first in range(0, rows, step))
 
 
 def _matrix(shape: tuple[int, ...], nbytes: int) -> tuple[int, int]:

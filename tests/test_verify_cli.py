@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from fse_convert.layout import megamoe
 from fse_convert.verify import layers, passes
+from fse_convert.verify.findings import BOUND
 from fse_convert.verify.kernel import KernelProbe, KernelResult
 
 Make = Callable[..., Path]
@@ -234,7 +235,7 @@ def test_manifest_holds_proof_and_digests(root: Path, out: Path) -> None:
         "tokens": 16,
         "seed": 0,
         "swiglu_limit": 10.0,
-        "criterion": layers.BOUND,
+        "criterion": BOUND,
     }
     assert m["proof"]["kernel"] == {"status": "not-run", "reason": "not asked for"}
     assert set(m["source"]) == {"files", "shards", "originals"}
@@ -265,8 +266,11 @@ def test_no_proof_leaves_no_digests(root: Path, tmp_path: Path, run: Run) -> Non
     assert m["tensors"] is None
     assert {level["status"] for level in m["proof"].values()} == {"not-run"}
     code, text, _ = run("verify", out)
-    assert code == 0
-    assert "holds no digests" in text
+    assert code == 1
+    assert "storage: not proved: no digests; headers and indexes agree; 8 of " in text
+    assert "passed" not in text
+    report = json.loads(run("verify", out, "--json")[1])
+    assert (report["ok"], report["exit_code"], report["storage"]["status"]) == (False, 1, "not-proved")
     code, text, _ = run("verify", out, "--source", root)
     assert code == 0
     assert "the manifest holds no digests to compare" in text
@@ -289,7 +293,23 @@ def test_layers_without_kernel_layout_have_no_numerics(made: Make, tmp_path: Pat
     assert code == 0
     assert "numerics: not run: no layer has the kernel layout" in text
     assert manifest(tmp_path / "out")["proof"]["numerics"]["status"] == "not-run"
-    assert run("verify", tmp_path / "out", "--source", root)[0] == 0
+    verify = ("verify", tmp_path / "out", "--source", root)
+    code, text, _ = run(*verify)
+    assert code == 0
+    assert "kernel layout: 0 of 2 MoE layers; 2 do not fit: " in text
+    report = json.loads(run(*verify, "--json")[1])
+    assert (report["ok"], report["level"], report["numerics"]["status"]) == (True, "storage", "not-run")
+    for level in ("numerics", "kernel"):
+        code, text, _ = run(*verify, "--level", level)
+        assert code == 1
+        assert f"{level}: not run: no layer has the kernel layout" in text
+        report = json.loads(run(*verify, "--level", level, "--json")[1])
+        assert (report["ok"], report["exit_code"], report[level]["status"]) == (False, 1, "not-run")
+    code, text, _ = run(root, tmp_path / "kernel", "--allow-unfused", "--verify", "kernel")
+    assert code == 0
+    assert "kernel: not run: no layer has the kernel layout" in text
+    recorded = {"status": "not-run", "reason": "no layer has the kernel layout"}
+    assert manifest(tmp_path / "kernel")["proof"]["kernel"] == recorded
 
 
 def test_help_needs_no_torch() -> None:

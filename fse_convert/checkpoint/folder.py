@@ -13,6 +13,8 @@ from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem
 
 SKIPPED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 """Bookkeeping of version control and of the hub client: tied to the folder it lies in, so never part of a checkpoint."""
+LARGEST_WHOLE = 256 << 20
+"""Bytes of a file that is read as a whole: an index of a million tensors has 100 MiB."""
 
 
 class Folder(Protocol):
@@ -113,12 +115,25 @@ class LocalFolder:
         """What is neither a regular file nor a plain folder: dangling links, linked folders, pipes, sockets."""
         return self._scan[1]
 
+    @cached_property
+    def hidden(self) -> list[str]:
+        """What lies below `SKIPPED_FOLDERS`, of any sort, in sorted order: never part of the checkpoint, but there."""
+        found: list[str] = []
+        for folder, names, leaves in os.walk(self.root, onerror=_refuse):
+            inside = SKIPPED_FOLDERS.intersection(Path(folder).relative_to(self.root).parts)
+            links = [n for n in names if (Path(folder) / n).is_symlink()]
+            found += [_relative(folder, n, self.root) for n in (*leaves, *links) if inside]
+        return sorted(found)
+
     def path(self, name: str) -> Path:
         """Path of a file of this folder."""
         return self.root / name
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Read a byte range of a file; all of it by default."""
+        """Read a byte range of a file; all of it by default, which is for JSON: raises InvalidCheckpoint above `LARGEST_WHOLE`."""
+        if length is None and self.files[name] > LARGEST_WHOLE:
+            message = f"{self.files[name]:,} bytes; JSON of a checkpoint has at most {LARGEST_WHOLE:,}"
+            raise InvalidCheckpoint(Problem("json-too-large", message, name, "download it again"))
         with self.path(name).open("rb") as f:
             f.seek(offset)
             return f.read(-1 if length is None else length)

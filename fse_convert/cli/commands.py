@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import click
@@ -124,15 +125,22 @@ def convert(
     help="How far to go; each level includes those before it.  [default: numerics; storage without --source]",
 )  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Compare N tensors instead of all, for a quick look.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), metavar="S",
+    help="Choose the sample that a run with this seed chose.  [default: another one every time]",
+)  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where numerics run.")
 @log_options
 @json_option
-def verify(out: Path, source: Path | None, level: str | None, sample: int | None, device: str, *, log: Log, as_json: bool) -> None:
+def verify(
+    out: Path, source: Path | None, level: str | None, sample: int | None, seed: int | None, device: str, *, log: Log, as_json: bool
+) -> None:
     """Prove OUT against the checkpoint that it was made from.
 
     storage: every byte, mapped by the kernel's addresses to the source's. numerics: the fused expert computed from both
     sides, bit for bit. kernel: the real DeepGEMM kernel, on a GPU that has it (SM100); exit code 4 where it cannot run.
-    Without --source, OUT is only compared with the digests in its own manifest.
+    A level that is asked for and finds nothing to run on has not passed: exit code 1. Without --source, OUT is only
+    compared with the digests in its own manifest, which whoever edits OUT can make again.
     """
     from fse_convert import pipeline
     from fse_convert.report import common
@@ -142,10 +150,11 @@ def verify(out: Path, source: Path | None, level: str | None, sample: int | None
     if source is None and level not in (None, Level.STORAGE.value):
         message = f"--level {level} compares with the source"
         raise UsageError(Problem("source-needed", message, "--level", "give --source CHECKPOINT"))
-    check = pipeline.Check(out, source, Level(level or Level.NUMERICS.value), sample, device)
+    chosen = secrets.randbelow(1 << 32) if seed is None else seed
+    check = pipeline.Check(out, source, Level(level) if level else None, sample, chosen, device)
     with progress(*pipeline.reading(check), log) as observe:
         proof = pipeline.verify(check, observe)
-    code = ExitCode.NO if proof.failed else ExitCode.ENVIRONMENT if proof.missing else ExitCode.OK
+    code = ExitCode.NO if proof.failed or proof.empty else ExitCode.ENVIRONMENT if proof.missing else ExitCode.OK
     if as_json:
         click.echo(common.dump(verify_json(proof, int(code))))
     else:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fse_convert.verify.layers import KernelSummary, NumericsSummary
     from fse_convert.verify.proof import Proof
 
+LeftOut = tuple[tuple[str, str], ...]
 SHOWN = 20
 """Mismatches that are printed; JSON lists up to 100."""
 
@@ -35,17 +36,28 @@ def proof_json(proof: Proof) -> dict[str, Any]:
 
 
 def _storage_json(result: StorageResult) -> dict[str, Any]:
+    demanded = result.demand
     return {
-        "status": "passed" if result.passed else "failed",
+        "status": result.status,
         "tensors": result.coverage.tensors,
         "of_tensors": result.of_tensors,
         "sample": result.sample,
+        "seed": result.seed if result.sample is not None else None,
         "bytes": result.coverage.bytes,
         "files": result.coverage.files,
         "digests": result.digests,
+        "layers": _layers_json(demanded.moe_layers, demanded.left_out) if demanded else None,
+        "notes": list(result.notes),
+        "kernel_stated": result.kernel_stated or None,
         "mismatch_count": result.findings.count,
         "mismatches": [_mismatch_json(m) for m in result.findings.listed],
     }
+
+
+def _layers_json(total: int, left_out: LeftOut) -> dict[str, Any]:
+    """MoE layers of the source, how many have the kernel layout, and why the others have not."""
+    unfit = [{"name": name, "reason": reason} for name, reason in left_out]
+    return {"moe": total, "in_kernel_layout": total - len(unfit), "left_out": unfit}
 
 
 def _mismatch_json(m: Mismatch) -> dict[str, Any]:
@@ -76,6 +88,7 @@ def _numerics_json(summary: NumericsSummary) -> dict[str, Any]:
     return {
         "status": summary.status,
         "of_layers": summary.of_layers,
+        "moe_layers": summary.moe_layers,
         "tokens": summary.tokens,
         "seed": summary.seed,
         "swiglu_limit": summary.limit,
@@ -88,6 +101,8 @@ def _kernel_json(summary: KernelSummary) -> dict[str, Any]:
         "status": summary.status,
         "reason": summary.reason,
         "of_layers": summary.of_layers,
+        "moe_layers": summary.moe_layers,
+        "relative_l2": summary.relative_l2,
         "device": summary.found.device_name,
         "deep_gemm": summary.found.version,
         "layers": [{"name": n, "status": r.status, "reason": r.reason, "figures": r.figures} for n, r in summary.layers],
@@ -97,35 +112,69 @@ def _kernel_json(summary: KernelSummary) -> dict[str, Any]:
 def print_proof(proof: Proof, *, written: bool = False) -> None:
     """Print a line per level, and the mismatches below it. ``written``: the digests have just been made, not compared."""
     out = console()
-    for line in (*_storage_lines(proof.storage, written=written), *_numerics_lines(proof.numerics), *_kernel_lines(proof.kernel)):
+    for line in (
+        *_storage_lines(proof.storage, written=written),
+        *_numerics_lines(proof.numerics),
+        *_kernel_lines(proof.kernel),
+        *_stated_lines(proof),
+    ):
         out.print(line, markup=False, soft_wrap=True)
 
 
 def _storage_lines(result: StorageResult, *, written: bool) -> Iterator[str]:
-    c = result.coverage
-    status = "passed" if result.passed else "FAILED"
-    sampled = f"a sample of {result.sample}: " if result.sample is not None else ""
-    sorts = ", ".join(f"{n:,} {k.replace('kernel', 'in kernel layout')}" for k, n in c.tensors.items() if n)
-    if not result.reached:
-        yield f"storage: {status}: nothing was compared"
-    elif result.against == "source":
-        what = f"{sampled}{c.compared:,} of {result.of_tensors:,} tensors against the source, byte for byte ({sorts or 'none'})"
-        yield f"storage: {status}: {what}; {size(c.bytes)}, {c.files} files"
-        if not result.digests and not written:
-            yield "  the manifest holds no digests to compare"
-    else:
-        digests = "the manifest's digests" if result.digests else "headers and indexes only: the manifest holds no digests"
-        kernel = c.tensors.get("kernel")
-        within = f"; {kernel:,} tensors of the kernel layout against the standard layout" if kernel else ""
-        read = len(result.tensors)
-        yield f"storage: {status}: {sampled}{read:,} of {result.of_tensors:,} tensors in {c.files} files against {digests}{within}"
+    yield f"storage: {_storage_line(result)}"
+    if result.reached and result.against == "source" and not result.digests and not written:
+        yield "  the manifest holds no digests to compare"
+    if result.against != "source" and result.reached:
         yield "  the source was not compared: --source CHECKPOINT does that"
-    for m in result.findings.listed[:SHOWN]:
-        yield f"  mismatch[{m.code}]: {m}"
+    if result.sample is not None and result.reached:
+        yield f"  the sample is another one every time; --seed {result.seed} repeats this one"
+    if result.demand and result.demand.left_out:
+        total, left_out = result.demand.moe_layers, result.demand.left_out
+        yield f"  kernel layout: {total - len(left_out)} of {total} MoE layers; {_left_out(left_out)}"
+    yield from (f"  note: {note}" for note in result.notes)
+    yield from (f"  mismatch[{m.code}]: {m}" for m in result.findings.listed[:SHOWN])
     if any(m.code == "source-differs" for m in result.findings.listed):
         yield "  by its headers or config this is not the checkpoint that the output was made from"
     if result.findings.count > SHOWN:
         yield f"  and {result.findings.count - SHOWN:,} more mismatches"
+
+
+def _storage_line(result: StorageResult) -> str:
+    """The level in one line; what failed boasts of nothing."""
+    c, read = result.coverage, len(result.tensors)
+    wrong = f"FAILED: {result.findings.count:,} mismatch{'es' if result.findings.count != 1 else ''}"
+    sampled = _sampled(result.sample)
+    kernel = c.tensors.get("kernel")
+    if not result.reached:
+        return f"{wrong}; nothing was compared"
+    if result.status == "failed":
+        return f"{wrong} among {sampled}{read:,} of {result.of_tensors:,} tensors that were read, in {c.files} files"
+    if result.against == "source":
+        sorts = ", ".join(f"{n:,} {k.replace('kernel', 'in kernel layout')}" for k, n in c.tensors.items() if n)
+        what = f"{sampled}{c.compared:,} of {result.of_tensors:,} tensors against the source, byte for byte ({sorts or 'none'})"
+        return f"passed: {what}; {size(c.bytes)}, {c.files} files beside the manifest"
+    if result.status == "not-proved":
+        compared = f"{kernel or 0:,} of {result.of_tensors:,} tensors compared"
+        return f"not proved: no digests; headers and indexes agree; {sampled}{compared}, with the standard layout beside them"
+    within = f"; {kernel:,} tensors of the kernel layout against the standard layout" if kernel else ""
+    return f"passed: {sampled}{read:,} of {result.of_tensors:,} tensors in {c.files} files against the manifest's digests{within}"
+
+
+def _sampled(sample: int | None) -> str:
+    return f"a sample of {sample}: " if sample is not None else ""
+
+
+def _left_out(left_out: LeftOut) -> str:
+    """How many layers have no kernel layout, and the first reason."""
+    verb = "does" if len(left_out) == 1 else "do"
+    others = "" if len({reason for _, reason in left_out}) == 1 else f" ({left_out[0][0]}; others for other reasons)"
+    return f"{len(left_out)} {verb} not fit: {left_out[0][1]}{others}"
+
+
+def _of_layers(done: int, summary: NumericsSummary | KernelSummary) -> str:
+    """``2 of 3 layers``: of all MoE layers that the source has, in the kernel layout or not."""
+    return f"{_sampled(summary.sample)}{done} of {summary.moe_layers} {'MoE ' if summary.left_out else ''}layers"
 
 
 def _numerics_lines(summary: NumericsSummary | None) -> Iterator[str]:
@@ -139,19 +188,29 @@ def _numerics_lines(summary: NumericsSummary | None) -> Iterator[str]:
     worst = max(results, key=lambda r: r.relative_l2, default=None)
     figures = f", relative L2 at most {worst.relative_l2:.3g} (bound {worst.bound:.3g}), on {worst.device}" if worst else ""
     equal = sum(layer.passed for layer in summary.layers)
-    yield (
-        f"numerics: {status}: {equal} of {summary.of_layers} layers bit-equal to the source{figures};"
-        f" {summary.tokens} tokens, seed {summary.seed}"
-    )
+    unfit = f"; {_left_out(summary.left_out)}" if summary.left_out else ""
+    layers = _of_layers(equal, summary)
+    yield f"numerics: {status}: {layers} bit-equal to the source{figures}; {summary.tokens} tokens, seed {summary.seed}{unfit}"
     wrong = [layer for layer in summary.layers if not layer.passed]
     for layer in wrong[:SHOWN]:
         yield f"  mismatch[numerics]: {layer.name}: {layer.reason}"
 
 
 def _kernel_lines(summary: KernelSummary | None) -> Iterator[str]:
-    if summary is not None:
-        status = {"passed": "passed", "failed": "FAILED"}.get(summary.status, "not run")
-        yield f"kernel: {status}: {summary.reason}"
+    if summary is None:
+        return
+    if summary.status != "passed":
+        yield f"kernel: {'FAILED' if summary.status == 'failed' else 'not run'}: {summary.reason}"
+        return
+    unfit = f"; {_left_out(summary.left_out)}" if summary.left_out else ""
+    layers, where = _of_layers(len(summary.layers), summary), summary.found
+    yield f"kernel: passed: {layers}, relative L2 at most {summary.relative_l2:.3g}, on {where.device_name}{unfit}"
+
+
+def _stated_lines(proof: Proof) -> Iterator[str]:
+    """What only the manifest says of the kernel, where this run did not try it."""
+    if proof.storage.kernel_stated and (proof.kernel is None or proof.kernel.status == "not-run"):
+        yield f"kernel: stated by the manifest, not checked here: {proof.storage.kernel_stated}"
 
 
 def restored_json(done: Restored) -> dict[str, Any]:
@@ -171,8 +230,9 @@ def restored_json(done: Restored) -> dict[str, Any]:
 def print_restored(done: Restored, original: Path) -> None:
     """Print what was restored, and how sure that is."""
     out = console()
+    how = "restored" if done.digests else "restored, NOT proved:"
     lines = [
-        f"restored to {original}: {done.tensors:,} tensors, padding removed from {done.unpadded:,}; {size(done.bytes)}",
+        f"{how} to {original}: {done.tensors:,} tensors, padding removed from {done.unpadded:,}; {size(done.bytes)}",
         "headers, config.json and index are the original's, byte for byte, by SHA-256",
         "every tensor that was read had the digest that the manifest states"
         if done.digests

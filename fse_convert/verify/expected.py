@@ -1,10 +1,15 @@
-"""What an output must hold, derived from the source and the stated widths; shares no rule with the planner or the writer."""
+"""What an output must hold, derived from the source and its widths.
+
+Shapes, padding, config edits and headers are worked out here a second time, without the planner's or the writer's code; the
+description of the source (`fse_convert.models`) and the names of formats are those that the planner reads too.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from fse_convert.checkpoint.folder import LocalFolder
@@ -129,7 +134,10 @@ def _padded(info: TensorInfo, shape: tuple[int, ...], fill: bytes) -> Padded:
 
 
 def kernel_experts(description: Description, verdicts: Mapping[str, str], width: int) -> list[KernelExpert]:
-    """Shared experts of the layers that are stated to fuse and are FP8 with block scales: what the sidecar must hold."""
+    """Shared experts of the layers with the verdict ``fused`` that are FP8 with block scales: what the sidecar must hold.
+
+    ``verdicts`` come from the source (`fse_convert.verify.demanded`); without one, from the manifest.
+    """
     return [
         KernelExpert(f"{d.layer.name}.experts", d.shared, width)
         for d in description.layers
@@ -158,6 +166,26 @@ def edited(config: Mapping[str, Any], edits: Iterable[tuple[str, str, int, int]]
     for section, key, _, new in edits:
         (result[section] if section else result)[key] = new
     return result
+
+
+def swiglu_limit(source: Source) -> float | None:
+    """The model's clamp of gate and up, from the config section that holds the widths; None for none."""
+    config, section = source.checkpoint.config, source.description.section
+    place = config.get(section) if section else config
+    value = place.get("swiglu_limit") if isinstance(place, Mapping) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def kernel_entries(experts: Iterable[KernelExpert]) -> dict[str, dict[str, Any]]:
+    """Entries that the header of a shard of ``fse/`` must have: the four tensors of one expert after the other."""
+    entries: dict[str, dict[str, Any]] = {}
+    at = 0
+    for expert in experts:
+        for name, (dtype, shape) in expert.shapes.items():
+            end = at + prod(shape) * BITS[dtype] // 8
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+            at = end
+    return entries
 
 
 def header_entries(shard: Shard, padded: Mapping[str, Padded]) -> dict[str, dict[str, Any]]:

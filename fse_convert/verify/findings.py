@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fse_convert.verify.demanded import Demand
+
+TOKENS = 16
+SEED = 0
+"""Of the hidden states that levels 2 and 3 compute with."""
+BOUND = "bit-equal, and relative L2 <= hypot(2^-4, noise / norm) + 2^-9 against the exact expert"
+NOT_ASKED: Mapping[str, str] = {"status": "not-run", "reason": "not asked for"}
+NO_LAYERS = "no layer has the kernel layout"
+NO_KERNEL = "needs SM100 and a DeepGEMM with fused shared experts"
+KERNEL_RAISED = "DeepGEMM raised an error"
+KERNEL_REASONS = (NO_KERNEL, KERNEL_RAISED)
+"""Why the kernel level did not run, as manifests record it: the same text on every machine with the same cause."""
 
 
 class Level(str, Enum):
@@ -93,8 +108,10 @@ class StorageResult:
     """Level 1's answer.
 
     ``against``: ``source`` or, without one, the output's own ``manifest``. ``sample``: how many tensors were asked for,
-    None for all of the ``of_tensors``. ``tensors``: XXH3-128 of every tensor read, ``files``: size and SHA-256 of every
-    file read as a whole; complete unless a sample was taken. ``digests``: whether the manifest's own were compared.
+    None for all of the ``of_tensors``; ``seed`` chose them. ``tensors``: XXH3-128 of every tensor read, ``files``: size
+    and SHA-256 of every file read as a whole; complete unless a sample was taken. ``digests``: whether the manifest's own
+    were compared. ``demand``: what the source demands, None without one or where nothing was compared. ``notes``: what is
+    no mismatch and should be known. ``kernel_stated``: what the manifest says of the kernel level, if it says passed.
     """
 
     against: str
@@ -105,11 +122,25 @@ class StorageResult:
     files: dict[str, tuple[int, str]]
     of_tensors: int = 0
     digests: bool = False
+    seed: int = 0
+    demand: Demand | None = None
+    notes: tuple[str, ...] = ()
+    kernel_stated: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether everything that was looked at is as it must be."""
         return not self.findings.count
+
+    @property
+    def proved(self) -> bool:
+        """Whether there was anything to compare the bytes with: a source, or digests."""
+        return self.against == "source" or self.digests
+
+    @property
+    def status(self) -> str:
+        """``passed``, ``failed`` or ``not-proved``."""
+        return "failed" if not self.passed else "passed" if self.proved else "not-proved"
 
     @property
     def reached(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -29,6 +30,22 @@ def file_mismatches(expected: AbstractSet[str], out: LocalFolder) -> list[Mismat
     missing = [Mismatch("file-missing", n, expected="a file", found="none") for n in sorted(expected - out.files.keys())]
     extra = sorted(out.files.keys() - expected - {MANIFEST}) + out.odd
     return missing + [Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra]
+
+
+HUB_BOOKKEEPING = re.compile(r"\.cache/huggingface/(\.gitignore|CACHEDIR\.TAG|download/.+\.(metadata|lock))")
+"""What the hub's client leaves in a folder that it downloaded to (huggingface_hub 0.23 and later, local_dir)."""
+
+
+def hidden_mismatches(out: LocalFolder) -> list[Mismatch]:
+    """What lies in folders that are no part of a checkpoint: a server may run it (``__pycache__``), so an output has none."""
+    extra = [n for n in out.hidden if not HUB_BOOKKEEPING.fullmatch(n)]
+    return [Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra]
+
+
+def hidden_note(out: LocalFolder) -> str:
+    """Say that bookkeeping of the hub's client is there; empty where it is not."""
+    count = sum(HUB_BOOKKEEPING.fullmatch(n) is not None for n in out.hidden)
+    return f"{count:,} files of the hub client's bookkeeping in .cache/huggingface were left out" if count else ""
 
 
 def read_sidecar(out: Folder, findings: Findings) -> tuple[Shard, ...]:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.claims import Claims
 from fse_convert.models.moe import Role
 from fse_convert.threads import one_torch_thread
 from fse_convert.verify.addresses import GROUP, ONE, BlockScales
-from fse_convert.verify.expected import KernelExpert, Source, kernel_experts
+from fse_convert.verify.demanded import Demand
+from fse_convert.verify.expected import KernelExpert, swiglu_limit
 from fse_convert.verify.experts import KernelLayout, SourceLayout
-from fse_convert.verify.findings import Findings, Progress, ignore
+from fse_convert.verify.findings import KERNEL_RAISED, NO_KERNEL, NO_LAYERS, SEED, TOKENS, Findings, Progress, ignore
 from fse_convert.verify.headers import read_sidecar
 from fse_convert.verify.kernel import KernelProbe, KernelResult, check_kernel, probe
 from fse_convert.verify.passes import choose
@@ -28,10 +28,6 @@ from fse_convert.verify.pieces import SourceTensors, block_scales
 from fse_convert.verify.reference import NumericsResult, check_numerics, fused_expert, sample_hidden_states
 from fse_convert.verify.stream import InputFiles, input_files
 
-TOKENS = 16
-SEED = 0
-BOUND = "bit-equal, and relative L2 <= hypot(2^-4, noise / norm) + 2^-9 against the exact expert"
-NO_LAYERS = "no layer has the kernel layout"
 Pair = tuple[KernelLayout, SourceLayout]
 WORKERS = max(1, min(4, os.cpu_count() or 1))
 """Layers computed at a time, at most."""
@@ -39,7 +35,6 @@ BUDGET = 448 << 20
 """Bytes that all layers computed at a time may take."""
 BYTES_PER_ELEMENT = 24
 """Bytes that one layer takes at its peak, per element of its down projection: weights of both sides, and sums in float64."""
-PARTS = ("shared_l1_weight", "shared_l1_weight_scale", "shared_l2_weight", "shared_l2_weight_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +53,18 @@ class LayerNumerics:
 
 @dataclass(frozen=True, slots=True)
 class NumericsSummary:
-    """Level 2's answer: some or all of the ``of_layers`` layers that have the kernel layout."""
+    """Level 2's answer: some or all of the ``of_layers`` layers that have the kernel layout.
+
+    ``moe_layers``: all that the source has. ``left_out``: (name, reason) of those without the kernel layout. ``sample``:
+    how many were asked for, None for all.
+    """
 
     layers: tuple[LayerNumerics, ...]
     of_layers: int
     limit: float | None
+    moe_layers: int
+    left_out: tuple[tuple[str, str], ...] = ()
+    sample: int | None = None
     tokens: int = TOKENS
     seed: int = SEED
 
@@ -76,27 +78,44 @@ class NumericsSummary:
 
 @dataclass(frozen=True, slots=True)
 class KernelSummary:
-    """Level 3's answer. ``passed`` only when the fused kernel itself ran for every layer that was looked at."""
+    """Level 3's answer. ``passed`` only when the fused kernel itself ran for every layer that was looked at.
+
+    ``reason``: for people. ``cause``: why it did not run, the same text on every machine with that cause; else empty.
+    ``of_layers``, ``moe_layers``, ``left_out``, ``sample``: as in `NumericsSummary`.
+    """
 
     status: str
     reason: str
     layers: tuple[tuple[str, KernelResult], ...]
     of_layers: int
     found: KernelProbe
+    cause: str = ""
+    moe_layers: int = 0
+    left_out: tuple[tuple[str, str], ...] = ()
+    sample: int | None = None
+
+    @property
+    def relative_l2(self) -> float | None:
+        """The worst relative L2 that was measured."""
+        found = [float(r.figures["relative_l2"]) for _, r in self.layers if "relative_l2" in r.figures]
+        return max(found, default=None)
 
 
 def check_layers(
-    source: Source,
+    demanded: Demand,
     out: LocalFolder,
-    claims: Claims,
     *,
     sample: int | None = None,
+    seed: int = 0,
     device: torch.device | None = None,
     progress: Progress = ignore,
 ) -> NumericsSummary:
-    """Run level 2 for every layer that has the kernel layout, or for ``sample`` of them. Raises OSError, EOFError."""
-    limit = swiglu_limit(source)
-    chosen, total = _choose(source, claims, sample)
+    """Run level 2 for every layer that must have the kernel layout, or for ``sample`` of them, chosen by ``seed``.
+
+    Raises OSError, EOFError.
+    """
+    limit = swiglu_limit(demanded.source)
+    chosen = _choose(demanded, sample, seed)
 
     def check(read: Callable[[], Pair | str]) -> NumericsResult | str:
         pair = read()
@@ -109,12 +128,13 @@ def check_layers(
 
     layers = []
     workers = 1 if device is not None and device.type != "cpu" else _workers(chosen)
-    with _reading(source, out) as read, one_torch_thread(), ThreadPoolExecutor(workers) as pool:
+    with _reading(demanded, out) as read, one_torch_thread(), ThreadPoolExecutor(workers) as pool:
         for expert, found in zip(chosen, pool.map(check, [partial(read, e) for e in chosen]), strict=True):
             result = None if isinstance(found, str) else found
             layers.append(LayerNumerics(expert.prefix, result, found if isinstance(found, str) else found.reason))
             progress(f"numerics of {expert.prefix}", 0, True)
-    return NumericsSummary(tuple(layers), total, limit)
+    counts = (len(demanded.experts), limit, demanded.moe_layers, demanded.left_out, sample)
+    return NumericsSummary(tuple(layers), *counts)
 
 
 def _workers(experts: list[KernelExpert]) -> int:
@@ -124,64 +144,65 @@ def _workers(experts: list[KernelExpert]) -> int:
 
 
 def run_kernel(
-    source: Source,
+    demanded: Demand,
     out: LocalFolder,
-    claims: Claims,
     *,
     sample: int | None = None,
+    seed: int = 0,
     device: torch.device | None = None,
     progress: Progress = ignore,
 ) -> KernelSummary:
-    """Run level 3 for every layer that has the kernel layout, where there is a kernel. Raises OSError, EOFError."""
+    """Run level 3 for every layer that must have the kernel layout, where there is a kernel. Raises OSError, EOFError."""
     found = probe(device)
-    chosen, total = _choose(source, claims, sample)
-    if found.status == "unavailable" or not chosen:
-        return KernelSummary("not-run", NO_LAYERS if not chosen else found.reason, (), total, found)
-    limit = swiglu_limit(source)
-    results = []
-    with _reading(source, out) as read:
-        for expert in chosen:
-            pair = read(expert)
-            if isinstance(pair, str):
-                results.append((expert.prefix, KernelResult("failed", pair, {}, found)))
-                continue
-            kernel, theirs = pair
-            x = sample_hidden_states(TOKENS, kernel.hidden, SEED)
-            reference = fused_expert(x, theirs, limit)
-            result = check_kernel(kernel, x, reference, source=theirs, shared_experts=claims.n_shared, limit=limit, device=device)
-            results.append((expert.prefix, result))
-            progress(f"kernel of {expert.prefix}", 0, True)
-    return _conclude(tuple(results), total, found)
+    chosen = _choose(demanded, sample, seed)
+    results: list[tuple[str, KernelResult]] = []
+    if found.status != "unavailable" and chosen:
+        limit = swiglu_limit(demanded.source)
+        with _reading(demanded, out) as read:
+            for expert in chosen:
+                results.append((expert.prefix, _run_one(read(expert), demanded, limit, device, found)))
+                progress(f"kernel of {expert.prefix}", 0, True)
+    status, reason, cause = _conclude(results, len(chosen), found)
+    counts = (demanded.moe_layers, demanded.left_out, sample)
+    return KernelSummary(status, reason, tuple(results), len(demanded.experts), found, cause, *counts)
 
 
-def _conclude(results: tuple[tuple[str, KernelResult], ...], total: int, found: KernelProbe) -> KernelSummary:
-    """A failure anywhere decides, then a layer that did not run."""
-    for status in ("failed", "not-run", "passed"):
+def _run_one(
+    pair: Pair | str, demanded: Demand, limit: float | None, device: torch.device | None, found: KernelProbe
+) -> KernelResult:
+    if isinstance(pair, str):
+        return KernelResult("failed", pair, {}, found)
+    kernel, theirs = pair
+    x = sample_hidden_states(TOKENS, kernel.hidden, SEED)
+    reference, shared = fused_expert(x, theirs, limit), demanded.plan.n_shared
+    return check_kernel(kernel, x, reference, source=theirs, shared_experts=shared, limit=limit, device=device)
+
+
+def _conclude(results: list[tuple[str, KernelResult]], wanted: int, found: KernelProbe) -> tuple[str, str, str]:
+    """Status, reason and cause: a failure anywhere decides, then a layer that did not run."""
+    if not wanted:
+        return "not-run", NO_LAYERS, NO_LAYERS
+    if not results:
+        return "not-run", found.reason, NO_KERNEL
+    for status in ("failed", "not-run"):
         named = next(((name, r) for name, r in results if r.status == status), None)
         if named:
-            return KernelSummary(status, f"{named[0]}: {named[1].reason}", results, total, found)
-    return KernelSummary("not-run", NO_LAYERS, results, total, found)
+            cause = "" if status == "failed" else KERNEL_RAISED if found.status == "ready" else NO_KERNEL
+            return status, f"{named[0]}: {named[1].reason}", cause
+    return "passed", "", ""
 
 
-def swiglu_limit(source: Source) -> float | None:
-    """The model's clamp of gate and up, from the config section that holds the widths; None for none."""
-    config, section = source.checkpoint.config, source.description.section
-    place = config.get(section) if section else config
-    value = place.get("swiglu_limit") if isinstance(place, Mapping) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _choose(source: Source, claims: Claims, sample: int | None) -> tuple[list[KernelExpert], int]:
-    experts = kernel_experts(source.description, claims.layers, claims.n_shared * claims.widths[2])
+def _choose(demanded: Demand, sample: int | None, seed: int) -> list[KernelExpert]:
     if sample is None:
-        return experts, len(experts)
-    names = choose(sample, {"layers": [e.prefix for e in experts]}, claims.source)
-    return [e for e in experts if e.prefix in names], len(experts)
+        return list(demanded.experts)
+    names = choose(sample, {"kernel": [e.prefix for e in demanded.experts]}, seed)
+    return [e for e in demanded.experts if e.prefix in names]
 
 
 @contextmanager
-def _reading(source: Source, out: LocalFolder) -> Iterator[Callable[[KernelExpert], Pair | str]]:
+def _reading(demanded: Demand, out: LocalFolder) -> Iterator[Callable[[KernelExpert], Pair | str]]:
     """A function that reads an expert as both sides hold it, or says why it cannot be read."""
+    source = demanded.source
     places = {t.name: (s, t) for s in read_sidecar(out, Findings()) for t in s.header.tensors}
     with input_files(out.root) as ours, input_files(source.folder.root) as files:
         theirs = SourceTensors.of(source.checkpoint, files)
@@ -198,9 +219,12 @@ def _reading(source: Source, out: LocalFolder) -> Iterator[Callable[[KernelExper
 
 
 def _kernel(expert: KernelExpert, places: Mapping[str, Any], files: InputFiles) -> KernelLayout:
+    """Read the four tensors; raises KeyError for a missing one, ValueError for one of another dtype or shape, unread."""
     tensors = []
-    for part in PARTS:
-        shard, info = places[f"{expert.prefix}.{part}"]
+    for name, (dtype_name, shape) in expert.shapes.items():
+        shard, info = places[name]
+        if (info.dtype, info.shape) != (dtype_name, shape):
+            raise ValueError(f"{name} is {info.dtype} {list(info.shape)}, expected {dtype_name} {list(shape)}")
         buffer = bytearray(info.nbytes)
         files.read(shard.name, shard.header.data_start + info.start, memoryview(buffer))
         dtype = torch.int32 if info.dtype == "I32" else torch.uint8

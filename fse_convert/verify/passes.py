@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.source import MANIFEST, Checkpoint, Shard
-from fse_convert.originals import encode_json, sha256
+from fse_convert.originals import sha256
 from fse_convert.threads import one_torch_thread
 from fse_convert.verify.expected import KernelExpert, Padded
 from fse_convert.verify.findings import Coverage, Findings, Progress, StorageResult
@@ -41,7 +40,7 @@ class Comparison:
     same: Collection[str] = ()
     sample: int | None = None
     workers: int | None = None
-    seed: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def sorts(self) -> dict[str, list[str]]:
@@ -53,10 +52,14 @@ class Comparison:
         }
 
 
-def choose(sample: int, sorts: Mapping[str, list[str]], seed: Mapping[str, Any]) -> set[str]:
-    """Choose ``sample`` names, in turn from each sort, by a hash of name and seed: the same on every machine."""
-    salt = sha256(encode_json(seed))
-    queues = [sorted(names, key=lambda n: sha256(f"{salt}{n}".encode())) for names in sorts.values()]
+def choose(sample: int, sorts: Mapping[str, list[str]], seed: int) -> set[str]:
+    """Choose ``sample`` names, in turn from each sort, by a hash of name and seed: the same on every machine.
+
+    The kernel layout comes first: it is what a conversion computes. The seed must not follow from the output, or whoever
+    damages one knows what a sample leaves out.
+    """
+    order = sorted(sorts, key=lambda sort: sort != "kernel")
+    queues = [sorted(sorts[sort], key=lambda n: sha256(f"{seed} {n}".encode("utf-8", "surrogatepass"))) for sort in order]
     turns = (q[i] for i in range(max(map(len, queues), default=0)) for q in queues if i < len(q))
     return {name for name, _ in zip(turns, range(sample), strict=False)}
 
@@ -72,7 +75,7 @@ def read_back(
     chosen = None if compare.sample is None else choose(compare.sample, sorts, compare.seed)
     jobs = list(_jobs(compare, out, tuple(main), tuple(sidecar), chosen))
     coverage = Coverage({k: len(v if chosen is None else chosen.intersection(v)) for k, v in sorts.items()})
-    result = StorageResult("", findings, coverage, compare.sample, {}, {})
+    result = StorageResult("", findings, coverage, compare.sample, {}, {}, seed=compare.seed)
     for report in _run(jobs, out.root, compare.root, compare.workers or WORKERS, progress):
         findings.extend(report.findings)
         coverage.bytes += report.compared

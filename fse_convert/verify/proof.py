@@ -10,13 +10,14 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.claims import Claims
 from fse_convert.errors import Problem, VerificationFailure
 from fse_convert.verify.expected import Source
-from fse_convert.verify.findings import Level, Progress, StorageResult, ignore
+from fse_convert.verify.findings import BOUND, NO_LAYERS, NOT_ASKED, Level, Progress, StorageResult, ignore
 from fse_convert.verify.storage import prove_storage
 
 if TYPE_CHECKING:
+    import torch
+
     from fse_convert.verify.layers import KernelSummary, NumericsSummary
 
-NOT_ASKED: Mapping[str, str] = {"status": "not-run", "reason": "not asked for"}
 SHOWN = 10
 """Mismatches that an error message lists."""
 
@@ -41,9 +42,17 @@ class Proof:
         return not self.storage.passed or any(r is not None and r.status == "failed" for r in rest)
 
     @property
+    def empty(self) -> str:
+        """Why the level that was asked for had nothing to run on, on any machine; empty if it had, or if it failed before."""
+        if not self.storage.proved:
+            return "no digests and no source"
+        asked = self.kernel if self.level is Level.KERNEL else self.numerics if self.level is Level.NUMERICS else None
+        return NO_LAYERS if asked is not None and not asked.of_layers else ""
+
+    @property
     def missing(self) -> str:
-        """Why the level that was asked for did not run; empty if it did."""
-        if self.level is Level.KERNEL and self.kernel is not None and self.kernel.status == "not-run":
+        """Why the level that was asked for did not run on this machine; empty if it did, or had nothing to run on."""
+        if self.level is Level.KERNEL and self.kernel is not None and self.kernel.status == "not-run" and not self.empty:
             return self.kernel.reason
         return ""
 
@@ -55,6 +64,7 @@ def prove(
     level: Level,
     *,
     sample: int | None = None,
+    seed: int = 0,
     device: str = "cpu",
     workers: int | None = None,
     progress: Progress = ignore,
@@ -62,24 +72,29 @@ def prove(
 ) -> Proof:
     """Prove an output against its source, up to a level.
 
-    ``device``: ``auto``, ``cpu`` or ``cuda``, for numerics. ``workers``: files read at a time. ``fail_fast``: no second
-    level if the first one fails.
-    Raises OSError, EOFError, and NoDevice when CUDA is asked for and missing.
+    ``device``: ``auto``, ``cpu`` or ``cuda``, for numerics. ``sample``: how many tensors, and layers, to look at; ``seed``
+    chooses them. ``workers``: files read at a time. ``fail_fast``: no second level if the first one fails.
+    Raises OSError, EOFError, and NoDevice when CUDA is asked for and missing, before anything is read.
     """
-    storage = prove_storage(source, out, claims, sample=sample, workers=workers, progress=progress)
-    if level.rank < Level.NUMERICS.rank or not storage.reached or (fail_fast and not storage.passed):
+    where = _device(device) if level.rank >= Level.NUMERICS.rank else None
+    storage = prove_storage(source, out, claims, sample=sample, seed=seed, workers=workers, progress=progress)
+    if where is None or storage.demand is None or (fail_fast and not storage.passed):
         return Proof(level, storage)
     from fse_convert.verify.layers import check_layers, run_kernel
+
+    numerics = check_layers(storage.demand, out, sample=sample, seed=seed, device=where, progress=progress)
+    if level is not Level.KERNEL or (fail_fast and numerics.status == "failed"):
+        return Proof(level, storage, numerics)
+    return Proof(level, storage, numerics, run_kernel(storage.demand, out, sample=sample, seed=seed, progress=progress))
+
+
+def _device(name: str) -> torch.device:
     from fse_convert.verify.reference import pick_device
 
     try:
-        where = pick_device(device)  # type: ignore[arg-type]
+        return pick_device(name)  # type: ignore[arg-type]
     except ValueError as e:
         raise NoDevice(str(e)) from e
-    numerics = check_layers(source, out, claims, sample=sample, device=where, progress=progress)
-    if level is not Level.KERNEL or (fail_fast and numerics.status == "failed"):
-        return Proof(level, storage, numerics)
-    return Proof(level, storage, numerics, run_kernel(source, out, claims, sample=sample, progress=progress))
 
 
 def failure(proof: Proof) -> VerificationFailure:
@@ -118,9 +133,7 @@ def _numerics(summary: NumericsSummary | None) -> Mapping[str, Any]:
     if summary is None:
         return NOT_ASKED
     if not summary.layers:
-        return {"status": "not-run", "reason": "no layer has the kernel layout"}
-    from fse_convert.verify.layers import BOUND
-
+        return {"status": "not-run", "reason": NO_LAYERS}
     return {
         "status": summary.status,
         "layers": len(summary.layers),
@@ -135,11 +148,11 @@ def _kernel(summary: KernelSummary | None) -> Mapping[str, Any]:
     if summary is None:
         return NOT_ASKED
     if summary.status != "passed":
-        return {"status": summary.status, "reason": "needs SM100 and a DeepGEMM with fused shared experts"}
+        return {"status": summary.status, "reason": summary.cause}
     return {
         "status": "passed",
         "layers": len(summary.layers),
-        "relative_l2": max(float(r.figures["relative_l2"]) for _, r in summary.layers),
+        "relative_l2": summary.relative_l2,
         "device": summary.found.device_name,
         "deep_gemm": summary.found.version,
     }

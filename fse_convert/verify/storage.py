@@ -1,8 +1,9 @@
 """Level 1 of the proof: every byte of an output, mapped by address to the byte of the source that it must be.
 
 An implementation of its own: it knows the kernel's addresses (`fse_convert.verify.addresses`) and derives shapes,
-padding, config and headers from the source (`fse_convert.verify.expected`); it imports neither the planner nor the
-writer nor their layout functions. One pass reads both sides once and makes the digests that the manifest keeps.
+padding, config and headers from the source (`fse_convert.verify.expected`); it imports neither the writer nor its layout
+functions. Verdicts, widths and the manifest are planned again (`fse_convert.verify.demanded`). One pass reads both sides
+once and makes the digests that the manifest keeps.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fse_convert.models.moe import Role
 from fse_convert.originals import encode_json
 from fse_convert.plan import tripwire
 from fse_convert.verify.claimed import claim_mismatches, digest_mismatches, identity_mismatches
+from fse_convert.verify.demanded import Demand, demand, manifest_mismatches, model_mismatches, tool_note
 from fse_convert.verify.expected import (
     KernelExpert,
     Padded,
@@ -27,9 +29,10 @@ from fse_convert.verify.expected import (
     config_edits,
     edited,
     header_entries,
+    kernel_entries,
     kernel_experts,
     padded_tensors,
-    source_widths,
+    swiglu_limit,
 )
 from fse_convert.verify.findings import Coverage, Findings, Mismatch, Progress, StorageResult, ignore
 from fse_convert.verify.headers import (
@@ -37,6 +40,8 @@ from fse_convert.verify.headers import (
     entries_of,
     file_mismatches,
     header_mismatches,
+    hidden_mismatches,
+    hidden_note,
     raw_header,
     read_sidecar,
     refusals,
@@ -44,11 +49,10 @@ from fse_convert.verify.headers import (
 )
 from fse_convert.verify.passes import Comparison, read_back
 from fse_convert.verify.pieces import SourceTensors, block_scales
+from fse_convert.verify.stated import kernel_statement, proof_mismatches
 from fse_convert.verify.stream import input_files
-from fse_convert.verify.texts import bytes_mismatch, compare_text, short
+from fse_convert.verify.texts import bytes_mismatch, compare_text
 
-GRANULARITY = 128
-"""The kernel's widths are multiples of this under every contract."""
 SIDECAR_METADATA = {"fse_layout": "megamoe-fp8-shared", "fse_layout_version": "1"}
 
 
@@ -58,6 +62,7 @@ def prove_storage(
     claims: Claims,
     *,
     sample: int | None = None,
+    seed: int = 0,
     workers: int | None = None,
     progress: Progress = ignore,
 ) -> StorageResult:
@@ -68,20 +73,24 @@ def prove_storage(
     as its role demands and by exactly 0x00 (weights) or 1.0 (scales); the sidecar's tensors hold the source's bytes at
     the kernel's addresses; and headers, indexes, config, manifest and all other files say the same.
 
-    ``sample``: compare the bytes of that many tensors only, chosen by the source's identity; everything that is no
-    tensor is checked in any case. ``workers``: files read at a time. Raises OSError, EOFError; never for what the output holds.
+    Which layers must have the kernel layout follows from the source, whatever the manifest says of them.
+
+    ``sample``: compare the bytes of that many tensors only, chosen by ``seed``; everything that is no tensor is checked
+    in any case. ``workers``: files read at a time. Raises OSError, EOFError; never for what the output holds.
     """
     findings = Findings()
+    nothing = StorageResult("source", findings, Coverage(), sample, {}, {}, seed=seed, kernel_stated=kernel_statement(claims))
     findings.add(*identity_mismatches(claims, source))
     if findings.count:
-        return StorageResult("source", findings, Coverage(), sample, {}, {})
-    if not _sensible(source, claims):
-        actual = source_widths(source.description)
-        stated = {"n_shared_experts": claims.n_shared, "width": list(claims.widths)}
-        findings.add(Mismatch("manifest", MANIFEST, expected=f"widths that grow from {actual}", found=short(stated)))
-        return StorageResult("source", findings, Coverage(), sample, {}, {})
-    padded = padded_tensors(source.description, *claims.widths[:2])
-    findings.add(*claim_mismatches(claims, source, padded))
+        return nothing
+    demanded = demand(source, claims)
+    findings.add(*([demanded] if isinstance(demanded, Mismatch) else model_mismatches(claims, demanded)))
+    if isinstance(demanded, Mismatch) or findings.listed:
+        return nothing
+    padded = padded_tensors(source.description, *demanded.widths[:2])
+    texts = _texts(source, demanded, padded)
+    found = [*claim_mismatches(claims, source, padded), *manifest_mismatches(claims, demanded, texts)]
+    findings.add(*dict.fromkeys(found))
     opened = read_checkpoint(out)
     findings.add(*refusals(opened.problems))
     shards, sidecar = opened.checkpoint.shards, read_sidecar(out, findings)
@@ -90,33 +99,46 @@ def prove_storage(
         source.folder.root,
         main=_check_main(source, out, shards, padded, findings),
         padded=padded,
-        experts=_check_sidecar(source, out, claims, sidecar, findings),
-        same=_check_files(source, out, sidecar, findings),
+        experts=_check_sidecar(source, out, demanded, sidecar, findings),
+        same=_check_files(source, out, demanded, findings),
         sample=sample,
         workers=workers,
-        seed=claims.source,
+        seed=seed,
     )
-    _check_texts(source, out, claims, padded, findings)
+    for name, text in texts.items():
+        if name in out.files:
+            findings.add(*compare_text(name, text, out.read(name)))
     result = read_back(compare, out, shards, sidecar, findings, progress)
-    return _finish(result, claims, "source", (*shards, *sidecar))
+    counts = {sort: len(names) for sort, names in compare.sorts.items()}
+    findings.add(*digest_mismatches(claims, result))
+    findings.add(*proof_mismatches(claims, result, counts, len(demanded.experts), swiglu_limit(source)))
+    return _finish(result, claims, "source", out, (*shards, *sidecar), demanded)
 
 
-def prove_alone(out: LocalFolder, claims: Claims, *, sample: int | None = None, progress: Progress = ignore) -> StorageResult:
+def prove_alone(
+    out: LocalFolder, claims: Claims, *, sample: int | None = None, seed: int = 0, progress: Progress = ignore
+) -> StorageResult:
     """Check an output without its source: headers, indexes and files against each other and against the manifest's digests.
 
     The kernel layout is compared, address by address, with the standard layout beside it, unless the source's width ends
-    within a scale block: then padding rows have that block's scale here and 1.0 there. Raises OSError, EOFError.
+    within a scale block: then padding rows have that block's scale here and 1.0 there. Which layers must have it only the
+    manifest says, so this tells damage, and no editor who makes the digests again. Raises OSError, EOFError.
     """
     findings = Findings()
     opened = read_checkpoint(out)
     findings.add(*refusals(opened.problems))
     source = Source(out, opened.checkpoint, describe(opened.checkpoint))
     shards, sidecar = opened.checkpoint.shards, read_sidecar(out, findings)
-    found = _check_sidecar(source, out, claims, sidecar, findings)
+    layers = kernel_experts(source.description, claims.layers, claims.n_shared * claims.widths[2])
+    for shard in sidecar:
+        findings.add(*header_mismatches(out, shard, entries_of(shard), _metadata(claims.contract)))
+    found = _comparable(source, layers, {}, sidecar, findings)
     experts = {n: e for n, e in found.items() if _ends_with_block(e, claims.n_shared * claims.widths[0])}
-    compare = Comparison(opened.checkpoint, out.root, experts=experts, sample=sample, seed=claims.source)
+    findings.add(*hidden_mismatches(out))
+    compare = Comparison(opened.checkpoint, out.root, experts=experts, sample=sample, seed=seed)
     result = read_back(compare, out, shards, sidecar, findings, progress)
-    return _finish(result, claims, "manifest", (*shards, *sidecar))
+    findings.add(*digest_mismatches(claims, result))
+    return _finish(result, claims, "manifest", out, (*shards, *sidecar), None)
 
 
 def _ends_with_block(expert: KernelExpert, width: int) -> bool:
@@ -132,18 +154,17 @@ def damaged(error: VerificationFailure, against: str) -> StorageResult:
     return StorageResult(against, findings, Coverage(), None, {}, {})
 
 
-def _finish(result: StorageResult, claims: Claims, against: str, shards: Iterable[Shard]) -> StorageResult:
-    result.findings.add(*digest_mismatches(claims, result))
-    inside = f"{SIDECAR}/"
-    tensors = sum(bool(t.nbytes) or not s.name.startswith(inside) for s in shards for t in s.header.tensors)
-    return replace(result, against=against, of_tensors=tensors, digests=claims.tensors is not None)
-
-
-def _sensible(source: Source, claims: Claims) -> bool:
-    """Whether the stated widths can be padded widths of this source at all."""
-    width, main, kernel = claims.widths
-    return (
-        source_widths(source.description) == (width, claims.n_shared) and width <= min(main, kernel) and kernel % GRANULARITY == 0
+def _finish(
+    result: StorageResult, claims: Claims, against: str, out: LocalFolder, shards: Iterable[Shard], demanded: Demand | None
+) -> StorageResult:
+    return replace(
+        result,
+        against=against,
+        of_tensors=sum(bool(t.nbytes) or not s.name.startswith(f"{SIDECAR}/") for s in shards for t in s.header.tensors),
+        digests=claims.tensors is not None,
+        demand=demanded,
+        notes=tuple(filter(None, (tool_note(claims), hidden_note(out)))),
+        kernel_stated=kernel_statement(claims),
     )
 
 
@@ -175,18 +196,42 @@ def _main_header(source: Source, out: LocalFolder, theirs: Shard, ours: Shard, p
 
 
 def _check_sidecar(
-    source: Source, out: LocalFolder, claims: Claims, sidecar: Iterable[Shard], findings: Findings
+    source: Source, out: LocalFolder, demanded: Demand, sidecar: Iterable[Shard], findings: Findings
 ) -> dict[str, KernelExpert]:
-    """Check the headers in ``fse/``; returns whose tensor each comparable one is."""
-    layers = kernel_experts(source.description, claims.layers, claims.n_shared * claims.widths[2])
-    expected = {name: (e, dtype, shape) for e in layers for name, (dtype, shape) in e.shapes.items()}
-    wire = tripwire(source.checkpoint)
-    wired = {wire.name: (next((s.name for s in sidecar), ""), wire.dtype, (0,))} if expected else {}
-    wrong = tensor_mismatches(sidecar, {n: ("", dtype, shape) for n, (_, dtype, shape) in expected.items()} | wired)
-    findings.add(*wrong)
+    """Check the headers in ``fse/``: file by file, tensor by tensor, in the order in which a conversion writes them."""
+    files = demanded.files()
+    places = {name: file for file, experts in files.items() for e in experts for name in e.shapes}
+    found = _comparable(source, demanded.experts, places, sidecar, findings)
     for shard in sidecar:
-        metadata = {"format": "pt", "fse_contract": claims.contract, **SIDECAR_METADATA}
-        findings.add(*header_mismatches(out, shard, entries_of(shard), metadata))
+        if shard.name in files:
+            entries = kernel_entries(files[shard.name])
+            if shard.name == next(iter(files)):
+                wire = tripwire(source.checkpoint)
+                entries = {wire.name: wire.entry, **entries}
+            findings.add(*header_mismatches(out, shard, entries, _metadata(demanded.plan.options.contract.name)))
+    return found
+
+
+def _metadata(contract: str) -> dict[str, str]:
+    return {"format": "pt", "fse_contract": contract, **SIDECAR_METADATA}
+
+
+def _comparable(
+    source: Source,
+    layers: Iterable[KernelExpert],
+    places: Mapping[str, str],
+    sidecar: Iterable[Shard],
+    findings: Findings,
+) -> dict[str, KernelExpert]:
+    """Check names, dtypes, shapes and (where ``places`` says) files in ``fse/``; returns whose tensor each comparable one is."""
+    layers = tuple(layers)
+    expected = {name: (e, dtype, shape) for e in layers for name, (dtype, shape) in e.shapes.items()}
+    demanded = {n: (places.get(n, ""), dtype, shape) for n, (_, dtype, shape) in expected.items()}
+    if expected:
+        wire = tripwire(source.checkpoint)
+        demanded[wire.name] = (next((s.name for s in sidecar), ""), wire.dtype, (0,))
+    wrong = tensor_mismatches(sidecar, demanded)
+    findings.add(*wrong)
     inexact = _inexact(source, layers)
     findings.add(*inexact)
     unusable = {m.tensor for m in (*wrong, *inexact)}
@@ -210,15 +255,13 @@ def _inexact(source: Source, layers: Iterable[KernelExpert]) -> list[Mismatch]:
     return found
 
 
-def _check_texts(source: Source, out: LocalFolder, claims: Claims, padded: Mapping[str, Padded], findings: Findings) -> None:
-    """Check config.json and the index: the source's, with the edits that padding demands."""
-    edits = config_edits(source, claims.n_shared, *claims.widths[:2])
+def _texts(source: Source, demanded: Demand, padded: Mapping[str, Padded]) -> dict[str, bytes]:
+    """config.json and the index as they must be: the source's, with the edits that padding demands."""
+    edits = config_edits(source, demanded.plan.n_shared, *demanded.widths[:2])
     expected = {CONFIG: encode_json(edited(source.checkpoint.config, edits)) if edits else source.folder.read(CONFIG)}
     if INDEX in source.folder.files:
         expected[INDEX] = _index(source, padded)
-    for name, text in expected.items():
-        if name in out.files:
-            findings.add(*compare_text(name, text, out.read(name)))
+    return expected
 
 
 def _index(source: Source, padded: Mapping[str, Padded]) -> bytes:
@@ -234,10 +277,10 @@ def _index(source: Source, padded: Mapping[str, Padded]) -> bytes:
     return encode_json({"metadata": metadata, "weight_map": {n: checkpoint.tensors[n].shard for n in sorted(checkpoint.tensors)}})
 
 
-def _check_files(source: Source, out: LocalFolder, sidecar: Iterable[Shard], findings: Findings) -> set[str]:
+def _check_files(source: Source, out: LocalFolder, demanded: Demand, findings: Findings) -> set[str]:
     """Check which files there are; returns those that must be equal to the source's and have its size."""
-    own = {s.name for s in sidecar} | ({SIDECAR_INDEX} if any(sidecar) else set())
-    findings.add(*file_mismatches(source.folder.files.keys() | own, out))
+    own = demanded.files().keys() | ({SIDECAR_INDEX} if demanded.places else set())
+    findings.add(*file_mismatches(source.folder.files.keys() | own, out), *hidden_mismatches(out))
     same = []
     for name in source.checkpoint.others:
         if out.files.get(name) == source.folder.files[name]:

@@ -15,7 +15,7 @@ def difference(expected: Any, found: Any, path: str = "") -> tuple[str, str, str
     """First place at which two JSON values differ, as (path, expected, found); keys in another order count as different."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in dict.fromkeys([*expected, *found]):
-            at = f"{path}.{key}" if path else str(key)
+            at = printable(f"{path}.{key}" if path else str(key))
             if key not in found or key not in expected:
                 return at, _show(expected, key), _show(found, key)
             inner = difference(expected[key], found[key], at)
@@ -34,8 +34,13 @@ def difference(expected: Any, found: Any, path: str = "") -> tuple[str, str, str
 
 def short(value: Any) -> str:
     """A value as JSON, cut to a line."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= SHOWN else text[: SHOWN - 2] + " …"
+
+
+def printable(text: str) -> str:
+    """A text without half characters, which JSON can hold and no terminal can print."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _show(value: dict[str, Any], key: str) -> str:

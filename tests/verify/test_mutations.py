@@ -19,6 +19,7 @@ from fse_convert.errors import InvalidCheckpoint, VerificationFailure
 from fse_convert.fusion.targets import find_target
 from fse_convert.pipeline import Request, convert
 from fse_convert.plan import Options
+from fse_convert.verify.demanded import Demand, demand
 from fse_convert.verify.expected import Source, open_source
 from fse_convert.verify.layers import check_layers
 from fse_convert.verify.storage import prove_alone, prove_storage
@@ -82,7 +83,9 @@ def alone(c: Converted) -> bool:
 
 
 def level_2(c: Converted) -> bool:
-    return check_layers(c.source, LocalFolder(c.out), c.claims).status == "passed"
+    demanded = demand(c.source, c.claims)
+    assert isinstance(demanded, Demand)
+    return check_layers(demanded, LocalFolder(c.out)).status == "passed"
 
 
 def flip(raw: bytes, at: int, rng: random.Random) -> bytes:

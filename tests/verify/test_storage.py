@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import pytest
 import torch
 import xxhash
 
+import fse_convert
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.ranges import Link
-from fse_convert.claims import read_claims
+from fse_convert.claims import parse_claims, read_claims
 from fse_convert.fusion.targets import find_target
 from fse_convert.pipeline import Request, convert
 from fse_convert.plan import Experts, Options
@@ -138,7 +138,7 @@ def test_exponents_take_powers_of_two_only() -> None:
 def test_imports_nothing_of_the_writer() -> None:
     code = "import sys, fse_convert.verify.storage; print(*sorted(m for m in sys.modules if m.startswith('fse_convert')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    writer = {"fse_convert." + m for m in ("layout.megamoe", "layout.padding", "layout.ue8m0", "rewrite", "planning", "convert")}
+    writer = {"fse_convert." + m for m in ("layout.megamoe", "layout.padding", "layout.ue8m0", "rewrite", "convert")}
     assert not writer & set(loaded)
 
 
@@ -320,20 +320,59 @@ def test_another_source_is_told_and_not_compared(pair: tuple[Path, Path], made: 
 def test_a_manifest_that_says_otherwise_is_told(pair: tuple[Path, Path]) -> None:
     root, out = pair
     source, folder = open_source(LocalFolder(root)), LocalFolder(out)
-    claims = read_claims(folder)
+    raw = read_claims(folder).raw
+    model, layers = raw["model"], raw["layers"]
     for change in (
-        {"widths": (384, 384, 512)},
-        {"widths": (384, 1024, 1024)},
-        {"widths": (512, 512, 512)},
-        {"n_shared": 2},
-        {"contract": "megamoe-128"},
-        {"layers": {**claims.layers, "layers.0.ffn": "unfused"}},
-        {"raw": {**claims.raw, "config_edits": []}},
-        {"raw": {**claims.raw, "padded": {}}},
-        {"raw": {**claims.raw, "layers": claims.raw["layers"][:1]}},
-        {"raw": {**claims.raw, "layout": {**claims.raw["layout"], "version": 2}}},
+        {"model": {**model, "width": {"source": 384, "main": 384, "kernel": 512}}},
+        {"model": {**model, "width": {"source": 384, "main": 1024, "kernel": 1024}}},
+        {"model": {**model, "width": {"source": 512, "main": 512, "kernel": 512}}},
+        {"model": {**model, "n_shared_experts": 2}},
+        {"model": {**model, "family": "x"}},
+        {"contract": {**raw["contract"], "name": "megamoe-128"}},
+        {"arguments": {**raw["arguments"], "target": "megamoe-128"}},
+        {"arguments": {**raw["arguments"], "target": "vllm-0.30"}},
+        {"arguments": {**raw["arguments"], "target": "zz"}},
+        {"arguments": {**raw["arguments"], "experts": "shared"}},
+        {"layers": [{**layers[0], "verdict": "unfused"}, *layers[1:]]},
+        {"layers": [{**layers[0], "reasons": [{"code": "x", "message": "y"}]}, *layers[1:]]},
+        {"layers": [{**layers[0], "shared": {**layers[0]["shared"], "format": "BF16"}}, *layers[1:]]},
+        {"layers": layers[:1]},
+        {"config_edits": []},
+        {"padded": {}},
+        {"server": {"target": "vllm-0.33", "verdict": "fused"}},
+        {"layout": {**raw["layout"], "version": 2}},
+        {"source": {**raw["source"], "url": "https://x"}},
+        {"tool": {**raw["tool"], "name": "another"}},
+        {"signed_by": "DeepSeek"},
+        {"proof": {**raw["proof"], "storage": {**raw["proof"]["storage"], "files": 1}}},
+        {"proof": {**raw["proof"], "numerics": {"status": "passed", "layers": 999}}},
+        {"proof": {**raw["proof"], "kernel": {"status": "passed", "layers": 2, "relative_l2": 1e-4}}},
+        {"proof": {}},
     ):
-        assert not prove_storage(source, folder, replace(claims, **change)).passed, change
+        result = prove_storage(source, folder, parse_claims({**raw, **change}))
+        assert {m.code for m in result.findings.listed} == {"manifest"}, change
+    assert prove_storage(source, folder, parse_claims(raw)).passed
+
+
+def test_every_mismatched_layer_is_named(pair: tuple[Path, Path]) -> None:
+    root, out = pair
+    raw = read_claims(LocalFolder(out)).raw
+    changed = parse_claims({**raw, "layers": [{**layer, "verdict": "unfused"} for layer in raw["layers"]]})
+    found = prove_storage(open_source(LocalFolder(root)), LocalFolder(out), changed).findings.listed
+    assert [(m.expected, m.found) for m in found] == [
+        ('layers[0].verdict "fused"', '"unfused"'),
+        ('layers[1].verdict "fused"', '"unfused"'),
+    ]
+
+
+def test_another_tool_version_is_a_note(pair: tuple[Path, Path]) -> None:
+    root, out = pair
+    raw = read_claims(LocalFolder(out)).raw
+    result = prove_storage(
+        open_source(LocalFolder(root)), LocalFolder(out), parse_claims({**raw, "tool": {**raw["tool"], "version": "99"}})
+    )
+    assert result.passed
+    assert result.notes == (f'written by fse-convert "99", compared with what {fse_convert.__version__} would write',)
 
 
 def test_a_sample_is_repeatable_and_says_so(pair: tuple[Path, Path]) -> None:
