@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fse_convert import restore as restoring
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.claims import read_claims
 
@@ -202,6 +203,35 @@ def test_works_without_the_source(source: Make, tmp_path: Path, run: Run, digest
     shutil.rmtree(root)
     code, text, _ = run("restore", out, tmp_path / "again")
     assert code == 0
+    assert text.startswith("restored, NOT proved: to ")
     assert "were not checked" in text
     assert digest(tmp_path / "again") == before
     assert not (tmp_path / "again/fse").exists()
+
+
+def test_links_out_of_an_output_without_digests_are_refused(made: Make, tmp_path: Path, run: Run) -> None:
+    out, secret = tmp_path / "out", tmp_path / "secret"
+    assert run(made("v4.1-flash", layers=1, experts=1), out, "--verify", "none")[0] == 0
+    (out / "inside").symlink_to("README.md")
+    assert run("restore", out, tmp_path / "first")[0] == 0
+    secret.write_text("x")
+    (out / "notes.txt").symlink_to(secret)
+    code, _, err = run("restore", out, tmp_path / "second")
+    assert code == 1
+    assert "error[link-outside]" in err
+    assert "notes.txt" in err
+    assert not (tmp_path / "second").exists()
+
+
+def test_rows_longer_than_a_buffer_are_cut_in_parts(
+    made: Make, tmp_path: Path, run: Run, digest: Digest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, out = made("v4.1-flash", layers=1, experts=1), tmp_path / "out"
+    assert run(root, out, "--verify", "storage")[0] == 0
+    asked: list[int] = []
+    right = restoring.read_into
+    monkeypatch.setattr(restoring, "CHUNK", 100)  # an expert's row has 384 bytes and is padded to 512
+    monkeypatch.setattr(restoring, "read_into", lambda fd, into, at: asked.append(len(into)) or right(fd, into, at))
+    assert run("restore", out, tmp_path / "original")[0] == 0
+    assert digest(tmp_path / "original") == digest(root)
+    assert max(asked) <= 100

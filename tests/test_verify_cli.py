@@ -52,6 +52,7 @@ def test_passes_and_says_what_was_covered(root: Path, out: Path, run: Run) -> No
     assert code == 0
     assert "storage: passed" in text
     assert "against the source, byte for byte" in text
+    assert " files beside the manifest" in text
     assert "numerics: passed: 2 of 2 layers bit-equal to the source" in text
     assert "16 tokens, seed 0" in text
     assert "kernel" not in text.replace("in kernel layout", "")
@@ -74,7 +75,8 @@ def test_a_mismatch_exits_1_and_names_it(root: Path, out: Path, run: Run) -> Non
     change_byte(out / "fse/shared-00001-of-00001.safetensors", -1)
     code, text, _ = run("verify", out, "--source", root)
     assert code == 1
-    assert "storage: FAILED" in text
+    assert "storage: FAILED: 3 mismatches among " in text
+    assert "byte for byte" not in text
     assert "mismatch[padding]: mtp.0.ffn.experts.shared_l2_weight_scale (fse/shared-00001-of-00001.safetensors, byte " in text
     assert "expected 0x7F, found 0x7E" in text
     assert "numerics: FAILED: 1 of 2 layers" in text
@@ -108,9 +110,15 @@ def test_arguments_that_do_not_fit(root: Path, out: Path, tmp_path: Path, run: R
     assert run("verify", tmp_path / "nowhere", "--source", root)[0] == 3
     code, _, err = run("verify", out, "--source", out)
     assert (code, "error[already-converted]" in err) == (3, True)
-    if not torch.cuda.is_available():
-        code, _, err = run("verify", out, "--source", root, "--device", "cuda")
-        assert (code, "error[no-cuda]" in err) == (4, True)
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_is_read(
+    root: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    change_byte(out / "fse/shared-00001-of-00001.safetensors", -1)
+    code, text, err = run("verify", out, "--source", root, "--device", "cuda")
+    assert (code, "error[no-cuda]" in err, text) == (4, True, "")
 
 
 def test_a_damaged_manifest_is_a_mismatch(root: Path, out: Path, run: Run) -> None:
@@ -161,7 +169,12 @@ def test_a_kernel_that_cannot_run_is_never_passed(
     code, text, _ = run(root, tmp_path / "more", "--verify", "kernel")
     assert code == 0
     assert "kernel: not run" in text
-    assert manifest(tmp_path / "more")["proof"]["kernel"]["status"] == "not-run"
+    needs = {"status": "not-run", "reason": "needs SM100 and a DeepGEMM with fused shared experts"}
+    assert manifest(tmp_path / "more")["proof"]["kernel"] == needs
+    stand_in(monkeypatch, "ready", "not-run")
+    assert run(root, tmp_path / "raised", "--verify", "kernel")[0] == 0
+    assert manifest(tmp_path / "raised")["proof"]["kernel"] == {"status": "not-run", "reason": "DeepGEMM raised an error"}
+    assert run("verify", tmp_path / "raised", "--source", root)[0] == 0
     stand_in(monkeypatch, "helpers-only", "not-run")
     assert run("verify", out, "--source", root, "--level", "kernel")[0] == 4
 
@@ -170,7 +183,10 @@ def test_a_kernel_that_ran_is_recorded(root: Path, out: Path, tmp_path: Path, ru
     stand_in(monkeypatch, "ready", "passed")
     code, text, _ = run("verify", out, "--source", root, "--level", "kernel")
     assert code == 0
-    assert "kernel: passed" in text
+    assert "kernel: passed: 2 of 2 layers, relative L2 at most 0.0001, on NVIDIA B200" in text
+    code, text, _ = run("verify", out, "--source", root, "--level", "kernel", "--sample", "1")
+    assert code == 0
+    assert "kernel: passed: a sample of 1: 1 of 2 layers, " in text
     assert run(root, tmp_path / "more", "--verify", "kernel")[0] == 0
     assert manifest(tmp_path / "more")["proof"]["kernel"] == {
         "status": "passed",

@@ -143,7 +143,18 @@ def test_dropped_layers_fail_every_level(layers: tuple[str, ...], out: Path, ver
     assert report["numerics"]["moe_layers"] == report["numerics"]["of_layers"] == 3
 
 
-def test_layers_that_do_not_fit_are_counted(made: Make, tmp_path: Path, run: Run) -> None:
+def test_layers_that_do_not_fit_are_in_the_denominator(made: Make, tmp_path: Path, run: Run) -> None:
+    root, out = made("quark-mxfp4", experts=1), tmp_path / "out"
+    for command in ((root, out, "--allow-unfused"), ("verify", out, "--source", root)):
+        code, text, _ = run(*command)
+        assert code == 0
+        assert "  kernel layout: 1 of 3 MoE layers; 2 do not fit: " in text
+        line = next(line for line in text.splitlines() if line.startswith("numerics: "))
+        assert line.startswith("numerics: passed: 1 of 3 MoE layers bit-equal to the source")
+        assert "; 2 do not fit: " in line
+
+
+def test_no_layer_that_fits(made: Make, tmp_path: Path, run: Run) -> None:
     root, out = made("bf16", experts=1), tmp_path / "out"
     assert run(root, out, "--allow-unfused")[0] == 0
     code, text, _ = run("verify", out, "--source", root)
