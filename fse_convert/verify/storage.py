@@ -23,6 +23,7 @@ from fse_convert.plan import tripwire
 from fse_convert.verify.claimed import claim_mismatches, digest_mismatches, identity_mismatches
 from fse_convert.verify.demanded import Demand, demand, manifest_mismatches, model_mismatches, tool_note
 from fse_convert.verify.expected import (
+    PACKED,
     KernelExpert,
     Padded,
     Source,
@@ -133,12 +134,21 @@ def prove_alone(
     for shard in sidecar:
         findings.add(*header_mismatches(out, shard, entries_of(shard), _metadata(claims.contract)))
     found = _comparable(source, layers, {}, sidecar, findings)
-    experts = {n: e for n, e in found.items() if _ends_with_block(e, claims.n_shared * claims.widths[0])}
+    for e in (e for e in layers if not _has_kernel_shape(e)):
+        want, got = "shapes that the kernel takes", f"width {e.group.width} -> {e.width}, hidden size {e.group.hidden}"
+        findings.add(Mismatch("manifest", MANIFEST, e.prefix, expected=want, found=got))
+    width = claims.n_shared * claims.widths[0]
+    experts = {n: e for n, e in found.items() if _has_kernel_shape(e) and _ends_with_block(e, width)}
     findings.add(*hidden_mismatches(out))
     compare = Comparison(opened.checkpoint, out.root, experts=experts, sample=sample, seed=seed)
     result = read_back(compare, out, shards, sidecar, findings, progress)
     findings.add(*digest_mismatches(claims, result))
     return _finish(result, claims, "manifest", out, (*shards, *sidecar), None)
+
+
+def _has_kernel_shape(expert: KernelExpert) -> bool:
+    """Whether the layout is defined for a stated width: in whole words of scales, and no narrower than what it holds."""
+    return expert.width % PACKED == 0 and expert.group.hidden % PACKED == 0 and expert.group.width <= expert.width
 
 
 def _ends_with_block(expert: KernelExpert, width: int) -> bool:

@@ -388,6 +388,33 @@ def test_other_dtypes_in_the_sidecar_are_no_bug(out: Path, verify: Run) -> None:
         assert "numerics: FAILED: 2 of 3 layers" in text
 
 
+@pytest.mark.parametrize("width", [72, 128, 256])
+def test_a_consistent_output_of_an_odd_width_is_no_bug(width: int, out: Path, verify: Run, run: Run) -> None:
+    manifest, data = load(out), b""
+    manifest["model"]["width"]["kernel"] = width
+    header, _ = read(out / SIDECAR)
+    for name, entry in header.items():
+        if name != "__metadata__":
+            part = name.rpartition(".")[2]
+            shapes = {
+                "shared_l1_weight": [2 * width, 512],
+                "shared_l1_weight_scale": [4, 2 * width],
+                "shared_l2_weight": [512, width],
+            }
+            rows, columns = entry["shape"] = shapes.get(part, [width // 128, 512])
+            size = rows * columns * (4 if entry["dtype"] == "I32" else 1)
+            entry["data_offsets"] = [len(data), len(data) + size]
+            data += bytes(size)
+    write(out / SIDECAR, header, data)
+    index = out / f"fse/{INDEX}"
+    index.write_bytes(encode_json({**json.loads(index.read_text()), "metadata": {"total_size": len(data)}}))
+    seal(out, manifest)
+    code, text, _ = run("verify", out)
+    assert code == 1
+    assert f"expected shapes that the kernel takes, found width 512 -> {width}, hidden size 512" in text
+    assert verify()[0] == 1
+
+
 @pytest.mark.parametrize(
     "edit",
     [
