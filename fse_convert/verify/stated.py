@@ -28,10 +28,10 @@ def proof_mismatches(
     proof = claims.raw.get("proof")
     if not isinstance(proof, dict):
         return [Mismatch("manifest", MANIFEST, expected="proof an object", found=short(proof))]
-    stated = proof.get("storage")
+    proved = claims.raw.get("files") is not None
     expected = {
-        "storage": _storage(stated, result, tensors) if claims.files is not None else NOT_ASKED,
-        "numerics": _numerics(proof.get("numerics"), layers, limit) if claims.files is not None else NOT_ASKED,
+        "storage": _storage(proof.get("storage"), result, tensors) if proved else NOT_ASKED,
+        "numerics": _numerics(proof.get("numerics"), layers, limit) if proved else NOT_ASKED,
         "kernel": _kernel(proof.get("kernel"), layers) if proof.get("numerics") != NOT_ASKED else NOT_ASKED,
     }
     unlike = difference(expected, proof, "proof")
