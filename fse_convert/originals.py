@@ -72,7 +72,7 @@ def header_candidates(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metad
 def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None) -> bytes:
     """Encode as the safetensors library does: no spaces, metadata first, padded with spaces to 8 bytes."""
     full = entries if metadata is None else {METADATA: metadata, **entries}
-    raw = json.dumps(full, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    raw = json.dumps(full, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
 

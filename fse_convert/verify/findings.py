@@ -68,7 +68,7 @@ class Mismatch:
         where = self.file + (f", byte {self.offset:,}" if self.offset is not None else "")
         subject = f"{self.tensor} ({where})" if self.tensor else where
         more = f" ({self.count:,} bytes differ)" if self.count > 1 else ""
-        return f"{subject}: expected {self.expected}, found {self.found}{more}"
+        return printable(f"{subject}: expected {self.expected}, found {self.found}{more}")
 
 
 @dataclass(slots=True)
@@ -146,6 +146,11 @@ class StorageResult:
     def reached(self) -> bool:
         """Whether tensors were looked at: not when the manifest is damaged, or names another source."""
         return self.of_tensors > 0
+
+
+def printable(text: str) -> str:
+    """A text without half characters, which JSON and file names can hold and no terminal can print."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def hexadecimal(data: Iterable[int]) -> str:

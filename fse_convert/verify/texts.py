@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fse_convert.verify.findings import Mismatch, hexadecimal
+from fse_convert.verify.findings import Mismatch, hexadecimal, printable
 
 ABSENT = "nothing"
 SHOWN = 80
@@ -36,11 +36,6 @@ def short(value: Any) -> str:
     """A value as JSON, cut to a line."""
     text = printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= SHOWN else text[: SHOWN - 2] + " …"
-
-
-def printable(text: str) -> str:
-    """A text without half characters, which JSON can hold and no terminal can print."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _show(value: dict[str, Any], key: str) -> str:

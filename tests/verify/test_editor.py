@@ -469,6 +469,30 @@ def test_a_manifest_of_other_types_is_damaged(
     assert (code, "error[manifest-damaged]" in err) == (1, True)
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        into(**{"\ud800": 1}),
+        into("tensors", **{"\ud800": "x"}),
+        into("tensors", **{f"{L1}_scale": "\ud800"}),
+        into("files", **{"\ud800": {"size": 1, "sha256": "\ud800"}}),
+        into("contract", name="\ud800"),
+        into("model", family="\ud800"),
+        into("layers", 0, name="\ud800"),
+    ],
+)
+def test_half_characters_in_a_manifest_are_printed_as_escapes(
+    edit: Callable[[Manifest], None], out: Path, verify: Run, run: Run
+) -> None:
+    manifest = load(out)
+    edit(manifest)
+    seal(out, manifest, digests=False)
+    code, text, _ = verify("--level", "storage")
+    assert code == 1
+    assert "\\ud800" in text
+    assert run("verify", out)[0] in (0, 1)
+
+
 def without(out: Path, name: str, key: str, value: Any) -> None:
     content = json.loads((out / name).read_text())
     content.pop(key)
