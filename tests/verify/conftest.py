@@ -1,8 +1,11 @@
-"""Random shared experts in the source's layout, and the writer's kernel layout of them."""
+"""Random shared experts in both layouts, and a converted checkpoint to edit."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,10 @@ from torch import Tensor
 from fse_convert.layout import megamoe, padding, ue8m0
 from fse_convert.verify.reference import KernelLayout, SourceLayout
 
+sys.path.insert(0, str(Path(__file__).parent))  # the tests share modules, and --import-mode=importlib adds no folder
+
+Make = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
 MakeSource = Callable[..., SourceLayout]
 MakeKernel = Callable[[SourceLayout, int], KernelLayout]
 
@@ -61,3 +68,30 @@ def make_kernel() -> MakeKernel:
         )
 
     return make
+
+
+@pytest.fixture(scope="module")
+def root(made: Make) -> Path:
+    return made("v4.1-flash", experts=1)
+
+
+@pytest.fixture(scope="module")
+def converted(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from fse_convert.cli import main
+
+    out = tmp_path_factory.mktemp("converted") / "out"
+    with pytest.raises(SystemExit) as stopped:
+        main([str(root), str(out), "-q"])
+    assert not stopped.value.code
+    return out
+
+
+@pytest.fixture
+def out(converted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(converted, tmp_path / "out"))
+
+
+@pytest.fixture
+def verify(out: Path, root: Path, run: Run) -> Run:
+    """``verify OUT --source SOURCE`` with more arguments."""
+    return lambda *more: run("verify", out, "--source", root, "-q", *more)
