@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from fse_convert.checkpoint.header import LENGTH_BYTES, METADATA, TensorInfo
@@ -83,7 +84,7 @@ class OutputTensor:
     growth: Growth | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardPlan:
     """One standard-layout shard of the output, in the source's tensor order."""
 
@@ -111,9 +112,9 @@ class ShardPlan:
         entries = {t.source.name: entry(t.source.dtype, t.shape, t.start, t.end) for t in self.tensors}
         return encode_header(entries, self.source.header.metadata)
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Bytes of the file; encoding a header of thousands of tensors to learn its length is done once."""
         return len(self.header) + self.payload if self.rewritten else self.source.size
 
 
