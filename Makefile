@@ -30,7 +30,7 @@ demo: $(VENV)/installed ## make a DeepSeek-V4.1-shaped checkpoint, convert it, p
 test: $(VENV)/dev ## all tests, the published peers included (downloads their wheels once)
 	$(PYTEST) -n auto
 
-fast: $(VENV)/dev ## tests of this package alone, in about a minute
+fast: $(VENV)/dev ## tests of this package alone, in about two minutes
 	$(PYTEST) -n auto -m 'not slow and not peers'
 
 lint: $(VENV)/dev ## ruff and mypy --strict

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fse_convert.checkpoint.jobs import Job, Tick, trusted
@@ -16,40 +21,103 @@ if TYPE_CHECKING:
 
 REACH = 10.0
 """Seconds to wait for a cluster's port."""
-POLL = 0.5
+POLL = 0.2
 """Seconds between two looks at whether a signal has come."""
 Elsewhere = Callable[[str], "dict[str, Any]"]
 """Writes one file by name in another process, and returns its line for the journal; it can be pickled."""
 
 
-def run_on_ray(jobs: Sequence[Job], staging: Staging, address: str, elsewhere: Elsewhere, tick: Tick) -> dict[str, str]:
+def run_on_ray(
+    jobs: Sequence[Job], staging: Staging, address: str, elsewhere: Elsewhere, place: Path, tick: Tick
+) -> dict[str, str]:
     """Write every file that the journal does not vouch for as a Ray task; returns how each came to be.
 
-    ``address``: what ``ray.init`` takes, ``auto`` included. A task takes one CPU of its node. The journal is written by
-    this process alone. The first failure is raised, and takes the tasks that are left with it.
+    ``address``: what ``ray.init`` takes, ``auto`` included. A task takes one CPU of its node and writes into ``place``; this
+    process alone moves what is finished and writes the journal, so that a task which outlives it damages nothing. The
+    first failure is raised, and takes the tasks that are left with it.
     Raises EnvironmentFailure without Ray or without a cluster at that address.
     """
-    ray = _connected(address)
-    try:
-        write = ray.remote(num_cpus=1, max_retries=0)(_task(elsewhere))
-        how: dict[str, str] = {}
-        running: dict[Any, Job] = {}
-        for job in jobs:
-            if (known := trusted(job, staging)) is not None:
-                how[job.name] = known
-                _tell(tick, job, known)
-            else:
-                running[write.remote(job.name)] = job
-        while running:
-            for done in ray.wait(list(running), num_returns=1, timeout=POLL)[0]:
-                job = running.pop(done)
-                record = _result(ray, done)
-                staging.journal.add(job.name, record)
-                how[job.name] = str(record["how"])
-                _tell(tick, job, how[job.name])
-        return {job.name: how[job.name] for job in jobs}
-    finally:
+    with _noted_signals() as look:
+        ray = _connected(address)
+        look.again()
+        try:
+            how = _collect(ray, jobs, staging, elsewhere, place, tick, look)
+        except Exception:
+            ray.shutdown()
+            raise
         ray.shutdown()
+        return how
+
+
+def _collect(
+    ray: ModuleType, jobs: Sequence[Job], staging: Staging, elsewhere: Elsewhere, place: Path, tick: Tick, look: _Noted
+) -> dict[str, str]:
+    write = ray.remote(num_cpus=1, max_retries=0)(_task(elsewhere))
+    how: dict[str, str] = {}
+    running: dict[Any, Job] = {}
+    for job in jobs:
+        if (known := trusted(job, staging)) is not None:
+            how[job.name] = known
+            _tell(tick, job, known)
+        else:
+            running[write.remote(job.name)] = job
+    while running:
+        look.whether_to_stop()
+        for done in ray.wait(list(running), num_returns=1, timeout=POLL)[0]:
+            job = running.pop(done)
+            record = _result(ray, done)
+            (place / job.name).replace(staging.path(job.name))
+            staging.journal.add(job.name, record)
+            how[job.name] = str(record["how"])
+            _tell(tick, job, how[job.name])
+    return {job.name: how[job.name] for job in jobs}
+
+
+class _Noted:
+    """Signals that came while Ray's own code ran, in which no Python handler may raise."""
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.before: dict[int, Any] = {n: signal.getsignal(n) for n in self.numbers}
+        self.came: list[tuple[int, FrameType | None]] = []
+
+    def again(self) -> None:
+        """Take the handlers; Ray puts in one of its own, which ends the process as if all were well."""
+        for number in self.numbers:
+            signal.signal(number, lambda n, frame: self.came.append((n, frame)))
+
+    def back(self) -> None:
+        """Give the handlers back."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def whether_to_stop(self) -> None:
+        """Call the program's own handler for a signal that came."""
+        if self.came:
+            number, frame = self.came[0]
+            handler = self.before[number]
+            if callable(handler):
+                handler(number, frame)
+
+
+class _Nothing(_Noted):
+    """On a thread that may not handle signals."""
+
+    def again(self) -> None:
+        """Leave them alone."""
+
+    back = again
+
+
+@contextmanager
+def _noted_signals() -> Iterator[_Noted]:
+    look = _Noted() if threading.current_thread() is threading.main_thread() else _Nothing()
+    look.again()
+    try:
+        yield look
+    finally:
+        look.back()
 
 
 def _task(elsewhere: Elsewhere) -> Elsewhere:
@@ -67,20 +135,27 @@ def _connected(address: str) -> ModuleType:
     except ImportError as e:
         raise EnvironmentFailure(Problem("no-ray", "Ray is not installed", "--ray", "pip install 'fse-convert[ray]'")) from e
     try:
-        _reach(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as e:
-        message = f"no Ray cluster answers: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
-        raise EnvironmentFailure(Problem("no-cluster", message, f"--ray {address}", "start one with: ray start --head")) from e
+        raise _unreachable(address, str(e).splitlines()[0] if str(e) else type(e).__name__) from e
     found: ModuleType = ray
     return found
 
 
-def _reach(address: str) -> None:
-    """Fail at once where nothing listens: Ray itself asks for minutes. Raises OSError."""
+def reach(address: str) -> None:
+    """Fail at once where nothing listens: Ray itself asks for minutes. Raises EnvironmentFailure."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), REACH).close()
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH).close()
+        except OSError as e:
+            raise _unreachable(address, e.strerror or str(e)) from e
+
+
+def _unreachable(address: str, why: str) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        Problem("no-cluster", f"no Ray cluster answers: {why}", f"--ray {address}", "start one with: ray start --head")
+    )
 
 
 def _result(ray: ModuleType, done: Any) -> dict[str, Any]:
@@ -89,6 +164,9 @@ def _result(ray: ModuleType, done: Any) -> dict[str, Any]:
     except ray.exceptions.RayTaskError as e:
         if isinstance(e.cause, FseConvertError | OSError | EOFError):
             raise e.cause from None
+        if isinstance(e.cause, ImportError) or "Error: No module named" in str(e) or "failed to import" in str(e):
+            hint = "install the same version of fse-convert on every node"
+            raise EnvironmentFailure(Problem("node-lacks", "a node cannot import fse_convert", "--ray", hint)) from None
         raise
     except ray.exceptions.RayError as e:
         lines = str(e).splitlines()

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The documented exit codes of ``fse-convert``; anything else is a bug."""
+    """The documented exit codes of ``fse-convert``; others come from signals and closed pipes."""
 
     OK = 0
     NO = 1

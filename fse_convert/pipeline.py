@@ -6,6 +6,8 @@ import errno
 import json
 import logging
 import os
+import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,8 +21,9 @@ from fse_convert.checkpoint.journal import differences
 from fse_convert.checkpoint.ranges import Link
 from fse_convert.checkpoint.share import Share
 from fse_convert.checkpoint.source import MANIFEST, SUFFIX, open_checkpoint, some
-from fse_convert.checkpoint.transaction import MARGIN, Staging, check_output, check_space, free_space, stage
+from fse_convert.checkpoint.transaction import MARGIN, TASKS, Staging, check_output, check_space, device, free_space, stage
 from fse_convert.claims import parse_claims
+from fse_convert.cluster import reach, run_on_ray
 from fse_convert.contents import read_contents
 from fse_convert.convert import Event, Observer, Written, fingerprint, output_jobs, small_files, write_beside, write_jobs, written
 from fse_convert.errors import EnvironmentFailure, Problem, UsageError, VerificationFailure
@@ -137,16 +140,24 @@ def convert(request: Request, observe: Observer) -> Outcome:
 def run(request: Request, plan: Plan, folder: LocalFolder, observe: Observer) -> Outcome:
     """Carry out a plan; see `convert`. With ``request.share``, write that part of the files and publish nothing."""
     share, out = request.share, request.out
-    jobs = output_jobs(plan, folder, request.link)
-    jobs = share.of(jobs) if share else jobs
     with environment(out):
-        held = Staging(out).held([job.name for job in jobs] if share else None)
-        check_space(out, needs(request, plan, folder).disk - held)
+        link = link_of(request, folder)
+        if link is not request.link:
+            logger.info("hard links cannot reach another file system: untouched shards are copied")
+        jobs = output_jobs(plan, folder, link)
+        jobs = share.of(jobs) if share else jobs
+        check_space(out, needs(request, plan, folder).disk)
+        if request.ray is not None:
+            reach(request.ray)
         mark, part = fingerprint(plan, folder), str(share) if share else ""
-        with _resumable(out), stage(out, mark, restart=request.restart, part=part) as staging:
-            done = _write(request, jobs, mark, staging, observe)
+        with (
+            _resumable(out),
+            stage(out, mark, restart=request.restart, part=part, replace=request.overwrite) as staging,
+        ):
+            done = _write(request, jobs, link, mark, staging, observe)
             if share:
                 return Outcome(plan, done, None)
+            staging.keep_only({job.name for job in jobs})
             write_beside(plan, folder, staging, done)
             proof, size = _prove(request, plan, folder, staging, observe)
             done.add(MANIFEST, "written", size)
@@ -154,34 +165,55 @@ def run(request: Request, plan: Plan, folder: LocalFolder, observe: Observer) ->
     return Outcome(plan, done, proof)
 
 
-def _write(request: Request, jobs: list[Job], mark: dict[str, Any], staging: Staging, observe: Observer) -> Written:
-    """Write files here, or on a Ray cluster."""
-    from fse_convert.cluster import run_on_ray
+def link_of(request: Request, folder: LocalFolder) -> Link:
+    """How untouched shards can reach the output: no hard link leads to another file system. Raises OSError."""
+    if request.link is not Link.HARD or not folder.files:
+        return request.link
+    shard = next((n for n in folder.files if n.endswith(SUFFIX)), next(iter(folder.files)))
+    if os.stat(folder.path(shard)).st_dev == device(request.out):
+        return Link.HARD
+    return Link.AUTO
 
+
+def _write(request: Request, jobs: list[Job], link: Link, mark: dict[str, Any], staging: Staging, observe: Observer) -> Written:
+    """Write files here, or on a Ray cluster."""
     if request.ray is None:
         return write_jobs(jobs, staging, request.workers, observe)
-    order = Order(request.source.absolute(), request.out.absolute(), request.options, request.link, json.dumps(mark))
-    how = run_on_ray(jobs, staging, request.ray, partial(write_one, order), lambda *told: observe(Event(*told)))
+    place = staging.root / f"{TASKS}{secrets.token_hex(8)}"
+    place.mkdir()
+    source, out = request.source.absolute(), request.out.absolute()
+    order = Order(source, out, place.absolute(), request.options, link, json.dumps(mark))
+    how = run_on_ray(jobs, staging, request.ray, partial(write_one, order), place, lambda *told: observe(Event(*told)))
+    shutil.rmtree(place)
     return written(jobs, how)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a process elsewhere must know to write a file of a conversion; ``mark`` is the run's fingerprint as JSON."""
+    """What a process elsewhere must know to write a file of a conversion.
+
+    ``place``: the folder that it writes into, of this run alone. ``mark``: the run's fingerprint as JSON.
+    """
 
     source: Path
     out: Path
+    place: Path
     options: Options
     link: Link
     mark: str
 
 
 def write_one(order: Order, name: str) -> dict[str, Any]:
-    """Write one file of an output into its staging folder, in any process that sees the same folders.
+    """Write one file of an output into the run's own folder, in any process that sees the same folders.
 
-    Returns the file's line for the journal. Raises UsageError when source or version differ here, else as `convert`.
+    Returns the file's line for the journal. A run that is dead has no folder any more, and its tasks write nothing.
+    Raises EnvironmentFailure when source or version differ here, else as `convert`.
     """
-    return write_job(_jobs_of(order)[name], Staging(order.out), lambda _: None)
+    job, staging = _jobs_of(order)[name], Staging(order.out)
+    staging.folder = order.place
+    if not order.place.is_dir():
+        raise EnvironmentFailure(Problem("run-over", "the run that asked for this file is over", str(order.place)))
+    return write_job(job, staging, lambda _: None)
 
 
 _planned: dict[tuple[Path, Link, str], dict[str, Job]] = {}
@@ -195,7 +227,9 @@ def _jobs_of(order: Order) -> dict[str, Job]:
         plan, folder = plan_conversion(order.source, order.options)
         if changed := differences(json.loads(order.mark), json.loads(json.dumps(fingerprint(plan, folder)))):
             hint = "install the same version on every node, and let all of them see the same file system"
-            raise UsageError(Problem("node-differs", f"a node sees something else: {some(changed)}", str(order.source), hint))
+            raise EnvironmentFailure(
+                Problem("node-differs", f"a node sees something else: {some(changed)}", str(order.source), hint)
+            )
         _planned[key] = {job.name: job for job in output_jobs(plan, folder, order.link)}
     return _planned[key]
 
@@ -247,7 +281,8 @@ def _prove(request: Request, plan: Plan, folder: LocalFolder, staging: Staging, 
 
 def workload(plan: Plan, folder: LocalFolder, request: Request) -> tuple[int, int]:
     """Bytes that a conversion writes and reads back, and how often a file or a layer is finished: for progress."""
-    jobs, level = output_jobs(plan, folder, request.link), request.verify
+    with environment(request.out):
+        jobs, level = output_jobs(plan, folder, link_of(request, folder)), request.verify
     if request.share:
         jobs, level = request.share.of(jobs), Level.NONE
     written = sum(job.size for job in jobs if not job.linked)
@@ -352,7 +387,7 @@ def check_report(path: Path, checkpoint: str) -> None:
         and not path.read_bytes()[:15].lower().startswith(b"<!doctype html")
     ):
         raise UsageError(Problem("report-exists", "a file that is no HTML report is there already", str(path), "give another name"))
-    if "://" not in checkpoint and Path(checkpoint).resolve() in path.resolve().parents:
+    if "://" not in checkpoint and Path(os.path.realpath(checkpoint)) in Path(os.path.realpath(path)).parents:
         hint = "the source is never written; write the report elsewhere"
         raise UsageError(Problem("report-in-source", "the report would lie in the checkpoint", str(path), hint))
 
@@ -361,8 +396,11 @@ def needs(request: Request, plan: Plan, folder: LocalFolder) -> Needs:
     """Tell what a request takes of the machine. Raises EnvironmentFailure."""
     with environment(request.out):
         free = free_space(request.out) - MARGIN
-    linked = request.link is Link.HARD
+        link, staging = link_of(request, folder), Staging(request.out)
+    linked = link is Link.HARD
     found = what_it_needs(plan, folder.files, request.verify, request.workers, linked=linked, free=free)
     if request.share is None:
-        return found
-    return only(found, {job.name for job in request.share.of(output_jobs(plan, folder, request.link))}, request.workers)
+        return replace(found, disk=max(0, found.disk - staging.held()))
+    names = {job.name for job in request.share.of(output_jobs(plan, folder, link))}
+    found = only(found, names, request.workers)
+    return replace(found, disk=max(0, found.disk - staging.held(names)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +68,7 @@ def test_a_part_is_a_part(made: Callable[..., Path], run: Run, tmp_path: Path) -
 def test_without_room_it_says_so(made: Callable[..., Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fse_convert.pipeline.free_space", lambda _: 0)
     code, printed, _ = run(made(**KNOBS), tmp_path / "out", "--dry-run")
-    assert code == 0
+    assert code == 4
     assert "NOT ENOUGH" in printed
 
 
@@ -76,3 +78,32 @@ def test_it_needs_no_torch(made: Callable[..., Path], tmp_path: Path) -> None:
         f"import sys; from fse_convert.cli.process import _run; assert _run({arguments!r}) == 0; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_hard_links_do_not_reach_another_file_system(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system here")
+    source = made(**KNOBS)
+    with tempfile.TemporaryDirectory(dir=memory) as other:
+        out = Path(other) / "out"
+        needs = json.loads(run(source, out, "--link", "hard", "--dry-run", "--json")[1])["needs"]
+        code, printed, _ = run(source, out, "--link", "hard", "--json", "--verify", "none")
+        assert code == 0
+        assert "hard link" not in json.loads(printed)["bytes"]
+        assert needs["disk"] == sum((out / f["name"]).stat().st_size for f in needs["files"])
+
+
+def test_what_is_staged_already_needs_no_room(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+    whole = json.loads(run(made(**KNOBS), tmp_path / "out", "--dry-run", "--json")[1])["needs"]
+    part = json.loads(run(made(**KNOBS), tmp_path / "out", "--shards", "1/2", "--json")[1])["bytes"]
+    rest = json.loads(run(made(**KNOBS), tmp_path / "out", "--dry-run", "--json")[1])["needs"]
+    assert rest["disk"] == whole["disk"] - sum(part.values())
+
+
+@pytest.mark.parametrize("columns", ["40", "60"])
+def test_names_and_sizes_stay_readable_on_a_narrow_terminal(columns: str, made: Callable[..., Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fse_convert", str(made(**KNOBS)), str(tmp_path / "out"), "--dry-run", "-q"]
+    env = {**os.environ, "COLUMNS": columns, "TTY_COMPATIBLE": "1"}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert "\u2026" not in shown.split("disk:")[0].split("file")[-1]

@@ -158,6 +158,44 @@ def test_what_excludes_parts(other: tuple[str, ...], made: Callable[..., Path], 
     assert "error[parts-alone]" in err
 
 
+def test_parts_of_another_count_wait(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+    source, out = made(**KNOBS), tmp_path / "out"
+    with stage(out, {}, part="1-of-1"):
+        code, _, err = run(source, out, "--shards", "1/2")
+        assert code == 6
+        assert "of-1" in err
+    shutil.rmtree(tmp_path / ".out.fse-partial")
+    for part in ("1/1", "1/2"):
+        assert run(source, out, "--shards", part)[0] == 0
+
+
+def test_what_else_lies_in_the_staging_folder_is_not_published(
+    made: Callable[..., Path], run: Run, digest: Digest, tmp_path: Path
+) -> None:
+    source, out, staged = made(**KNOBS), tmp_path / "out", tmp_path / ".out.fse-partial" / "output"
+    assert run(source, tmp_path / "whole", "--verify", "none")[0] == 0
+    assert run(source, out, "--shards", "1/1")[0] == 0
+    (staged / "stray.txt").write_text("x")
+    (staged / "zzz.safetensors").write_text("x")
+    moved = min(staged.glob("*.safetensors"))
+    moved.rename(tmp_path / "elsewhere")
+    moved.symlink_to(tmp_path / "elsewhere")
+    folder = max(staged.glob("model-*.safetensors"))
+    folder.unlink()
+    folder.mkdir()
+    assert run(source, out, "--verify", "none")[0] == 0
+    assert digest(out) == digest(tmp_path / "whole")
+    assert not any(p.is_symlink() for p in out.rglob("*"))
+
+
+def test_a_journal_line_that_lacks_a_word_vouches_for_nothing(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+    source, out = made(**KNOBS), tmp_path / "out"
+    assert run(source, out, "--shards", "1/1")[0] == 0
+    (journal,) = (tmp_path / ".out.fse-partial").glob("journal.*")
+    journal.write_text(journal.read_text().replace('"how"', '"who"'))
+    assert run(source, out)[0] == 0
+
+
 def test_more_parts_than_files(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
     code, printed, _ = run(made(**KNOBS), tmp_path / "out", "--shards", "999/999")
     assert code == 0

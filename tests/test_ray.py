@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import socket
 import subprocess
 import sys
@@ -92,8 +94,45 @@ def test_a_bad_shard_is_named_as_without(cluster: str, source: Callable[..., Pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_it_as_without(
+    number: int, cluster: str, made: Callable[..., Path], digest: Callable[[Path], dict[str, str]], tmp_path: Path
+) -> None:
+    source, out = made(layers=4, shard_size=400_000), tmp_path / "out"
+    command = [sys.executable, "-m", "fse_convert", str(source), str(out), "--ray", cluster, "--log-json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not any((tmp_path / ".out.fse-partial").glob("tasks-*/*")):
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert [json.loads(line)["code"] for line in err.splitlines() if '"error"' in line] == ["interrupted"]
+    assert convert(source, out).returncode == 0
+    assert convert(source, tmp_path / "whole").returncode == 0
+    assert digest(out) == digest(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_a_task_that_outlives_its_run_writes_nothing(made: Callable[..., Path], tmp_path: Path) -> None:
+    from fse_convert.checkpoint.ranges import Link
+    from fse_convert.errors import EnvironmentFailure
+    from fse_convert.fusion.targets import find_target
+    from fse_convert.pipeline import Order, write_one
+    from fse_convert.plan import Options
+
+    target = find_target("megamoe-512")
+    assert target
+    source, place = made(layers=4, shard_size=400_000), tmp_path / ".out.fse-partial" / "tasks-0"
+    order = Order(source, tmp_path / "out", place, Options(target), Link.AUTO, "{}")
+    with pytest.raises(EnvironmentFailure) as other:  # this node sees another source or version
+        write_one(order, "model-00001-of-00050.safetensors")
+    assert other.value.problems[0].code == "node-differs"
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_cluster_there(made: Callable[..., Path], tmp_path: Path) -> None:
     done = convert(made(layers=4, shard_size=400_000), tmp_path / "out", "--ray", f"127.0.0.1:{free_port()}")
     assert done.returncode == 4
     assert "error[no-cluster]" in done.stderr
+    assert not list(tmp_path.iterdir())
     assert "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -62,16 +63,17 @@ def trusted(job: Job, staging: Staging) -> str | None:
     known = staging.journal.done.get(job.name)
     if known is None:
         return None
-    path, hashed = staging.folder / job.name, known.get("xxh3_128")
+    path, hashed, how = staging.folder / job.name, known.get("xxh3_128"), known.get("how")
     try:
-        if not path.stat().st_size == job.size == known.get("size"):
+        info = path.lstat()
+        if not stat.S_ISREG(info.st_mode) or not info.st_size == job.size == known.get("size") or not isinstance(how, str):
             return None
         # Whether the source of a hard link is still the same, the fingerprint tells.
         same = digest(path) == hashed if hashed else job.linked is not None and path.samefile(job.linked)
     except OSError:
         return None
     logger.info("%s: finished by an earlier run, %s", job.name, "its hash agrees" if same else "but not what it was: written anew")
-    return str(known["how"]) if same else None
+    return how if same else None
 
 
 def write_job(job: Job, staging: Staging, progress: Callable[[int], None]) -> dict[str, Any]:

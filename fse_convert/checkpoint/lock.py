@@ -16,6 +16,7 @@ from fse_convert.checkpoint.journal import JOURNAL
 from fse_convert.errors import Locked, Problem, UsageError
 
 LOCK = "lock"
+OUTPUT = "output"
 
 
 @contextmanager
@@ -28,6 +29,7 @@ def locked(root: Path, out: Path, part: str = "") -> Iterator[None]:
     fds = [_hold(root, LOCK, out, fcntl.LOCK_SH if part else fcntl.LOCK_EX, "another run is writing this output")]
     try:
         if part:
+            fds.append(_hold_count(root, part.rpartition("-")[2], out))
             fds.append(_hold(root, f"{LOCK}.{part}", out, fcntl.LOCK_EX, f"another run is writing part {part} of this output"))
         yield
     finally:
@@ -35,16 +37,39 @@ def locked(root: Path, out: Path, part: str = "") -> Iterator[None]:
             os.close(fd)
 
 
+def _hold_count(root: Path, count: str, out: Path) -> int:
+    """Hold the lock of parts of ``count``; refuse to run beside parts of another count, which would share files with these."""
+    mine = f"{LOCK}.of-{count}"
+    fd = _hold(root, mine, out, fcntl.LOCK_SH, "a run is ending")
+    for other in root.glob(f"{LOCK}.of-*"):
+        if other.name != mine:
+            try:
+                os.close(_hold(root, other.name, out, fcntl.LOCK_EX, f"parts {other.suffix[1:]} of this output are being written"))
+            except Locked:
+                os.close(fd)
+                raise
+    return fd
+
+
 def _check_ours(root: Path) -> None:
     """Refuse what this tool did not make: it would be emptied, and a link would lead the emptying elsewhere."""
     if root.is_symlink() or (root.exists() and not root.is_dir()):
         what = "a symbolic link" if root.is_symlink() else "no folder"
-    elif not root.exists() or not (inside := {p.name for p in root.iterdir()}) or inside & {LOCK, JOURNAL}:
+    elif (root / OUTPUT).is_symlink():
+        what = "a folder whose content lies elsewhere"
+    elif not (inside := _names(root)) or any(n.startswith((LOCK, JOURNAL)) for n in inside):
         return
     else:
         what = "a folder with something else in it"
     hint = "move it away, or give another output folder"
     raise UsageError(Problem("staging-foreign", f"the place for unfinished work is {what}", str(root), hint))
+
+
+def _names(root: Path) -> set[str]:
+    try:
+        return {p.name for p in root.iterdir()}
+    except FileNotFoundError:  # there is none, or a run that just finished removed it
+        return set()
 
 
 def _hold(root: Path, name: str, out: Path, kind: int, message: str) -> int:

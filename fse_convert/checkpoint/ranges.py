@@ -65,7 +65,7 @@ def carry(source: Path, target: Path, link: Link, progress: Callable[[int], None
     Symlinks are resolved first, so that a hard link goes to a hub cache's blob and never to the link. Where linking is
     not possible the file is copied. The new file's mode follows the umask.
     """
-    source = source.resolve(strict=True)
+    source = Path(os.path.realpath(source, strict=True))
     if link is Link.HARD:
         try:
             os.link(source, target)

@@ -47,7 +47,10 @@ from fse_convert.verify.findings import Level
 @click.option(
     "--restart", is_flag=True, help="Start anew instead of going on where an interrupted run of the same conversion stopped."
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be done to every shard, what it needs, and write nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be done to every shard and what it needs, and write nothing."
+    " Exit code 4 where there is no room.",
+)  # fmt: skip
 @click.option(
     "--shards", "share", callback=share_option, metavar="I/N",
     help="Write part I of N and publish nothing; parts may run at once, on machines that share the file system."
@@ -87,12 +90,15 @@ def convert(
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
 
+    if ray == "":
+        raise UsageError(Problem("ray-address", "no address", "--ray", "auto, or HOST:PORT"))
     if share and (ray is not None or restart):
         other, hint = ("--ray", "leave one of them away") if ray is not None else ("--restart", "start anew without --shards")
         raise UsageError(Problem("parts-alone", f"--shards and {other} exclude each other", "--shards", hint))
     options = Options(find(target), Experts(experts), tp, allow_unfused)
     request = pipeline.Request(checkpoint, out, options, Link(link), overwrite, Level(level), workers, restart, share, ray)
-    check_output(checkpoint, out, overwrite=overwrite)
+    with pipeline.environment(out):
+        check_output(checkpoint, out, overwrite=overwrite)
     plan, folder = pipeline.plan_conversion(checkpoint, options)
     if not as_json:
         conversion.print_notes(plan, request.link, log)
@@ -103,6 +109,8 @@ def convert(
         else:
             conversion.print_plan(plan, title="plan")
             conversion.print_needs(needs)
+        if not needs.fits:
+            raise click.exceptions.Exit(int(ExitCode.ENVIRONMENT))
         return
     with progress(*pipeline.workload(plan, folder, request), log) as observe:
         outcome = pipeline.run(request, plan, folder, observe)

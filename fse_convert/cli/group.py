@@ -6,6 +6,7 @@ import difflib
 import os
 
 import click
+from click.shell_completion import CompletionItem
 
 import fse_convert
 
@@ -19,6 +20,7 @@ Exit codes:
   4  the machine said no: space, permission, I/O, no GPU for what was asked; what is finished is kept
   6  another run is writing the same output
   70  a bug in fse-convert: please report it
+  141  whoever read the output closed the pipe
   130, 143, 129  stopped by SIGINT, SIGTERM, SIGHUP; what is finished is kept
 """
 
@@ -36,6 +38,10 @@ class DefaultGroup(click.Group):
                 raise click.UsageError(f"no command and no folder {args[0]!r}. Did you mean {close[0]!r}?", ctx)
             args = [self.default, *args]
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer commands, and paths: the first word may be a checkpoint."""
+        return [*super().shell_complete(ctx, incomplete), CompletionItem(incomplete, type="file")]
 
 
 @click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)

@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from fse_convert.cli.group import cli
-from fse_convert.cli.options import complete_target, json_option
+from fse_convert.cli.options import complete_path, complete_target, json_option
 
 
 @cli.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=complete_path)
 @click.option(
     "--target",
     "only",
@@ -59,7 +59,8 @@ def inspect(
 
     names = inspection.target_names((*only, *require))
     if html:
-        pipeline.check_report(html, checkpoint)
+        with pipeline.environment(html):
+            pipeline.check_report(html, checkpoint)
     with pipeline.environment(checkpoint):
         folder = inspection.open_folder(checkpoint)
         found = inspection.inspect(folder, Serving(tp, ep), names if only else frozenset(), thorough=bool(require))

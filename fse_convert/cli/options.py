@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from fse_convert.checkpoint.ranges import Link
 from fse_convert.checkpoint.share import Share
@@ -54,6 +55,11 @@ def share_option(_ctx: click.Context, _param: click.Parameter, value: str | None
     if slash and value.isascii() and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= MOST_PARTS:
         return Share(int(index), int(count))
     raise click.BadParameter(f"{value!r} is not I/N with 1 <= I <= N <= {MOST_PARTS}, such as 2/8")
+
+
+def complete_path(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Paths for the shell."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 def complete_target(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:

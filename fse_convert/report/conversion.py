@@ -93,7 +93,8 @@ def print_needs(needs: Needs) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("file", "what", "in", "out"):
-        table.add_column(column, justify="right" if column in ("in", "out") else "left", no_wrap=column != "file")
+        number = column in ("in", "out")
+        table.add_column(column, overflow="fold", justify="right" if number else "left", no_wrap=number)
     for row in needs.files:
         table.add_row(shown(row.name), row.what, size(row.read) if row.read else "-", size(row.written) if row.written else "-")
     out = console()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fse_convert.checkpoint.source import MANIFEST
 from fse_convert.checkpoint.transaction import Staging, check_space, stage
-from fse_convert.errors import EnvironmentFailure, Locked, UsageError
+from fse_convert.errors import EnvironmentFailure, Locked, Problem, UsageError
 
 
 def test_output_appears_by_publishing_only(tmp_path: Path) -> None:
@@ -50,23 +53,23 @@ def test_a_second_run_is_locked_out_and_a_dead_one_is_taken_over(tmp_path: Path)
     assert [p.name for p in out.iterdir()] == ["whole"]
 
 
-def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_that_appears_meanwhile_is_not_replaced(replace: bool, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(UsageError), stage(out) as staging:
+    with pytest.raises(UsageError), stage(out, replace=replace) as staging:
         staging.write("x", b"1")
         out.mkdir()
         (out / "theirs").write_text("")
-        monkeypatch.setattr(Path, "exists", lambda _: False)
         staging.publish()
-    monkeypatch.undo()
     assert [p.name for p in out.iterdir()] == ["theirs"]
 
 
 def test_overwriting_swaps_whole_folders(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("")
-    with stage(out) as staging:
+    (out / "fse").mkdir()
+    (out / MANIFEST).write_text("{}")
+    with stage(out, replace=True) as staging:
         staging.write("new", b"1")
         staging.publish()
     assert [p.name for p in out.iterdir()] == ["new"]
@@ -81,3 +84,53 @@ def test_space_is_checked_where_the_output_will_be(tmp_path: Path) -> None:
 
 def test_staging_lies_beside_the_output(tmp_path: Path) -> None:
     assert Staging(tmp_path / "out").root.parent == tmp_path
+
+
+def test_once_the_output_is_there_a_signal_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fse_convert.checkpoint import transaction
+
+    def stop(_number: int, _frame: object) -> None:
+        raise AssertionError("stopped")
+
+    sync, before = transaction.sync_folder, signal.signal(signal.SIGTERM, stop)
+
+    def signalled(folder: Path) -> None:
+        sync(folder)
+        if folder == tmp_path:  # the parent, after the rename
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(transaction, "sync_folder", signalled)
+    try:
+        with stage(tmp_path / "out") as staging:
+            staging.write("x", b"1")
+            staging.publish()
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [UsageError, EnvironmentFailure])
+def test_what_an_argument_or_the_machine_stopped_stays(error: type[UsageError | EnvironmentFailure], tmp_path: Path) -> None:
+    with pytest.raises(error), stage(tmp_path / "out", {"a": 1}) as staging:
+        staging.write("x", b"1")
+        raise error(Problem("x", "x"))
+    assert (Staging(tmp_path / "out").folder / "x").is_file()
+
+
+def test_an_output_that_is_there_before_the_lock_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError) as e, stage(tmp_path / "out"):
+        pass
+    assert e.value.problems[0].code == "output-exists"
+
+
+def test_only_files_of_the_plan_stay(tmp_path: Path) -> None:
+    with stage(tmp_path / "out") as staging:
+        for name in ("a", "fse/b", "c/d"):
+            staging.write(name, b"1")
+        (staging.folder / "link").symlink_to(tmp_path)
+        staging.keep_only({"a", "fse/b"})
+        assert sorted(str(p.relative_to(staging.folder)) for p in staging.folder.rglob("*") if not p.is_dir()) == ["a", "fse/b"]
+        assert not (staging.folder / "link").exists()
+        staging.publish()
