@@ -129,7 +129,7 @@ def test_resume_writes_only_what_is_missing(
     want, _ = golden
     shards = [f"{n}" for n in want if n.endswith(".safetensors")]
     trace = server.run(tmp_path, tiny, tmp_path / "first", *FAST, trace=True)["trace"]
-    last_journal = max(i for i, (_, path) in enumerate(trace, 1) if path.endswith("/journal"))
+    last_journal = max(i for i, (name, path) in enumerate(trace, 1) if name == "write" and path.endswith("/journal"))
     answer = server.run(tmp_path, tiny, tmp_path / "out", *FAST, at=last_journal + 1, action="kill")
     assert answer["code"] == 137
     again = server.run(tmp_path, tiny, tmp_path / "out", *FAST, trace=True)
