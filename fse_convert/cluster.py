@@ -46,6 +46,7 @@ def run_on_ray(
             ray.shutdown()
             raise
         ray.shutdown()
+        look.whether_to_stop()
         return how
 
 
@@ -56,6 +57,7 @@ def _collect(
     how: dict[str, str] = {}
     running: dict[Any, Job] = {}
     for job in jobs:
+        look.whether_to_stop()
         if (known := trusted(job, staging)) is not None:
             how[job.name] = known
             _tell(tick, job, known)
