@@ -4,6 +4,8 @@ VENV ?= .venv
 # The torch that development and CI use. Any torch >= 2.7 works: make demo TORCH=torch
 TORCH ?= torch==2.13.0
 DEMO ?= demo
+# Arguments of the conversion benchmark: make bench BENCH='--gib 1 --gib 2 --repeat 5'
+BENCH ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
@@ -55,7 +57,7 @@ docs: $(VENV)/dev ## docs/targets.md from the data, docs/inspect.svg from a real
 	$(BIN)/python docs/make.py
 
 bench: $(VENV)/dev ## conversion against cp, proof against cat, memory by workers, planning; needs about 40 GB in the temporary folder
-	$(BIN)/python tests/benchmarks/convert.py
+	$(BIN)/python tests/benchmarks/convert.py $(BENCH)
 	$(BIN)/python tests/benchmarks/verify.py
 	$(BIN)/python tests/benchmarks/memory.py
 	$(BIN)/python tests/benchmarks/inspect_speed.py
