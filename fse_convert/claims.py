@@ -12,6 +12,7 @@ from fse_convert.checkpoint.source import CONFIG, MANIFEST
 from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure
 from fse_convert.manifest import DIGEST, FORMAT, FORMAT_VERSION, own_digest
 from fse_convert.originals import encode_json
+from fse_convert.typed import natural, text
 
 RESTORE_HINT = "give the folder that fse-convert wrote"
 
@@ -96,38 +97,25 @@ def parse_claims(value: Mapping[str, Any]) -> Claims:
     files, tensors = value.get("files"), value.get("tensors")
     if (files is None) != (tensors is None):
         raise ValueError("files and tensors are both null or both there")
-    if _whole(arguments["tp"]) < 1 or type(arguments["allow_unfused"]) is not bool:
+    if natural(arguments["tp"]) < 1 or type(arguments["allow_unfused"]) is not bool:
         raise ValueError("arguments.tp is a positive integer, arguments.allow_unfused a boolean")
     if CONFIG not in source["files"]:
         raise ValueError(f"source.files has no {CONFIG}")
-    for text in [*source["files"].values(), *source["originals"].values()]:
-        _text(text).encode("utf-8")
+    for content in [*source["files"].values(), *source["originals"].values()]:
+        text(content).encode("utf-8")
     for shard in source["shards"].values():
-        _whole(shard["size"])
-        _text(shard["header_sha256"])
+        natural(shard["size"])
+        text(shard["header_sha256"])
     return Claims(
         raw=value,
-        target=_text(arguments["target"]),
-        experts=_text(arguments["experts"]),
-        contract=_text(value["contract"]["name"]),
-        n_shared=_whole(model["n_shared_experts"]),
-        widths=(_whole(width["source"]), _whole(width["main"]), _whole(width["kernel"])),
-        edits=tuple((_text(e["section"]), _text(e["key"]), _whole(e["from"]), _whole(e["to"])) for e in value["config_edits"]),
-        layers={_text(layer["name"]): _text(layer["verdict"]) for layer in value["layers"]},
-        padded={name: tuple(map(_whole, shape)) for name, shape in value["padded"].items()},
-        files={n: (_whole(f["size"]), _text(f["sha256"])) for n, f in files.items()} if files is not None else None,
-        tensors={n: _text(d) for n, d in tensors.items()} if tensors is not None else None,
+        target=text(arguments["target"]),
+        experts=text(arguments["experts"]),
+        contract=text(value["contract"]["name"]),
+        n_shared=natural(model["n_shared_experts"]),
+        widths=(natural(width["source"]), natural(width["main"]), natural(width["kernel"])),
+        edits=tuple((text(e["section"]), text(e["key"]), natural(e["from"]), natural(e["to"])) for e in value["config_edits"]),
+        layers={text(layer["name"]): text(layer["verdict"]) for layer in value["layers"]},
+        padded={name: tuple(map(natural, shape)) for name, shape in value["padded"].items()},
+        files={n: (natural(f["size"]), text(f["sha256"])) for n, f in files.items()} if files is not None else None,
+        tensors={n: text(d) for n, d in tensors.items()} if tensors is not None else None,
     )
-
-
-def _whole(value: Any) -> int:
-    """A whole number, not negative; JSON's true, 1.0 and Infinity are none."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"a whole number was expected, not {json.dumps(value)[:40]}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a text was expected, not {json.dumps(value)[:40]}")
-    return value

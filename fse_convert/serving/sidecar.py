@@ -22,6 +22,7 @@ from fse_convert.manifest import FORMAT, FORMAT_VERSION
 from fse_convert.plan import LAYOUT, LAYOUT_VERSION, Part
 from fse_convert.serving import stated
 from fse_convert.serving.stated import RECONVERT, refuse
+from fse_convert.typed import natural, text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,8 +226,8 @@ def open_sidecar(folder: Path | str, *, whole: bool = True) -> Sidecar:
     try:
         layout, model = manifest["layout"], manifest["model"]
         name, version, width = layout["name"], layout["version"], model["width"]
-        contract, n_shared = stated.text(manifest["contract"]["name"]), stated.count(model["n_shared_experts"])
-        widths = Widths(*(stated.count(width[key]) for key in Widths._fields))
+        contract, n_shared = text(manifest["contract"]["name"]), natural(model["n_shared_experts"])
+        widths = Widths(*(natural(width[key]) for key in Widths._fields))
         claims = stated.read_stated(manifest)
     except (KeyError, TypeError, ValueError) as e:
         refuse("manifest-invalid", f"not as fse-convert writes it: {e!r}", folder / MANIFEST, RECONVERT)

@@ -16,6 +16,7 @@ from fse_convert.errors import NotServable, Problem
 from fse_convert.fusion.verdict import Outcome
 from fse_convert.manifest import DIGEST, own_digest
 from fse_convert.originals import sha256
+from fse_convert.typed import natural, text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,26 +74,10 @@ def read_stated(manifest: Mapping[str, Any]) -> Stated:
     if tensors is not None and not all(isinstance(digest, str) for digest in tensors.values()):
         raise TypeError("tensors maps names to digests")
     return Stated(
-        None if files is None else {name: File(count(f["size"]), text(f["sha256"])) for name, f in files.items()},
+        None if files is None else {name: File(natural(f["size"]), text(f["sha256"])) for name, f in files.items()},
         tensors,
         tuple(f"{text(layer['name'])}.experts" for layer in manifest["layers"] if layer["verdict"] == Outcome.FUSED.value),
     )
-
-
-def count(value: object) -> int:
-    """Pass a number of things, as JSON has it; raises TypeError or ValueError for anything else, infinity included."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r:.80} is no integer")
-    if value < 0:
-        raise ValueError(f"{value} is negative")
-    return value
-
-
-def text(value: object) -> str:
-    """Pass a string; raises TypeError for anything else."""
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.80} is no string")
-    return value
 
 
 def check_files(folder: Path, files: Mapping[str, File] | None, *, whole: bool) -> None:
