@@ -11,18 +11,18 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
-from fse_convert.checkpoint.source import Checkpoint, Reading, read_checkpoint
-from fse_convert.conflicts import header_conflicts
-from fse_convert.contents import read_scales
-from fse_convert.costs import Costs, Serving, costs
-from fse_convert.eligibility import ALL_TARGETS, Answer, Subject, judge, subject
+from fse_convert.checkpoint.reader import Checkpoint, Reading, read_checkpoint
 from fse_convert.errors import ExitCode, Problem, UsageError
-from fse_convert.fusion.scales import UNREAD, Scales
-from fse_convert.fusion.targets import CONTRACTS, find_target
-from fse_convert.models.describe import LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, describe, kernel_tensors
-from fse_convert.plan import Options
-from fse_convert.planning import needed_width, planner
-from fse_convert.recommendation import Advice, advise
+from fse_convert.model.consistency import header_conflicts
+from fse_convert.model.describe import LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, describe, kernel_tensors
+from fse_convert.plan.advice import Advice, advise
+from fse_convert.plan.contents import read_scales
+from fse_convert.plan.costs import Costs, Serving, costs
+from fse_convert.plan.plan import Options
+from fse_convert.plan.planner import needed_width, planner
+from fse_convert.servers.judge import ALL_TARGETS, Answer, Subject, judge, subject
+from fse_convert.servers.scales import UNREAD, Scales
+from fse_convert.servers.targets import CONTRACTS, find_target
 
 
 @dataclass(frozen=True, slots=True)

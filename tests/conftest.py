@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY / "examples"), str(REPOSITORY / "tests")]
+sys.path[:0] = [str(REPOSITORY / p) for p in ("examples", "tests", "tests/cli", "tests/conversion")]
 
 from make_checkpoint import make_checkpoint  # noqa: E402
 

@@ -8,11 +8,11 @@ from math import prod
 from typing import Any
 
 from fse_convert.checkpoint.header import BITS, Header, TensorInfo
-from fse_convert.checkpoint.source import Checkpoint, Shard
-from fse_convert.eligibility import Subject, subject
-from fse_convert.models.describe import Description, describe
-from fse_convert.planning import planner
-from fse_convert.recommendation import Plans
+from fse_convert.checkpoint.reader import Checkpoint, Shard
+from fse_convert.model.describe import Description, describe
+from fse_convert.plan.advice import Plans
+from fse_convert.plan.planner import planner
+from fse_convert.servers.judge import Subject, subject
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape by name."""

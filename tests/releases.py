@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fse_convert.fusion.targets import TARGETS
+from fse_convert.servers.targets import TARGETS
 
 NEWEST = [t for t in TARGETS if t.engine == "vLLM"][-1]
 """The newest vLLM that is known."""

@@ -67,7 +67,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def shape(value: Any) -> Any:
-    """Keys and types of a JSON value, in order; of a list the distinct ones of its elements, of an object of names only the type."""
+    """Keys and types of a JSON value in order; of a list the distinct ones of its elements, of an object of names only the type."""
     if isinstance(value, dict):
         named = all("." in key or key in ("unchanged", "padded", "kernel") or " " in key for key in value)
         return "names" if value and named else {key: shape(v) for key, v in value.items()}

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import click
 
-from fse_convert.checkpoint.ranges import Link
-from fse_convert.checkpoint.share import Share
-from fse_convert.cli.group import cli
+from fse_convert.cli.app import cli
 from fse_convert.cli.options import complete_target, json_option, link_option, log_options, share_option
 from fse_convert.cli.options import target as find
 from fse_convert.errors import ExitCode, Problem, UsageError
-from fse_convert.plan import Experts, Options
+from fse_convert.output.copying import Link
+from fse_convert.output.parts import Share
+from fse_convert.plan.plan import Experts, Options
 from fse_convert.report.log import Log
-from fse_convert.verify.findings import Level
+from fse_convert.verification.findings import Level
 
 
 @cli.command()
@@ -84,8 +84,8 @@ def convert(
     as_json: bool,
 ) -> None:
     """Convert CHECKPOINT into OUT (the default command)."""
-    from fse_convert import pipeline
-    from fse_convert.checkpoint.transaction import check_output
+    from fse_convert.conversion import run as pipeline
+    from fse_convert.output.staging import check_output
     from fse_convert.report import common, conversion
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
@@ -150,7 +150,7 @@ def verify(
     A level that is asked for and finds nothing to run on has not passed: exit code 1. Without --source, OUT is only
     compared with the digests in its own manifest, which whoever edits OUT can make again.
     """
-    from fse_convert import pipeline
+    from fse_convert.conversion import run as pipeline
     from fse_convert.report import common
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof, verify_json
@@ -179,7 +179,7 @@ def verify(
 @json_option
 def restore(out: Path, original: Path, link: str, *, log: Log, as_json: bool) -> None:
     """Take padding and the kernel layout out of OUT again: ORIGINAL is the source, bit for bit, and needs no source."""
-    from fse_convert import pipeline
+    from fse_convert.conversion import run as pipeline
     from fse_convert.report import common
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_restored, restored_json

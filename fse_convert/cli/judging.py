@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from fse_convert.cli.group import cli
+from fse_convert.cli.app import cli
 from fse_convert.cli.options import complete_path, complete_target, json_option
 
 
@@ -52,10 +52,11 @@ def inspect(
     experts; with --require also those of routed ones. The answers are three:
     native MegaMoE fusion (NVIDIA), AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
     """
-    from fse_convert import inspection, pipeline
-    from fse_convert.costs import Serving
-    from fse_convert.report.inspection_formats import Format, colored, complaints, render
-    from fse_convert.report.inspection_html import html as page
+    from fse_convert import inspection
+    from fse_convert.conversion import run as pipeline
+    from fse_convert.plan.costs import Serving
+    from fse_convert.report.inspection.formats import Format, colored, complaints, render
+    from fse_convert.report.inspection.html import html as page
 
     names = inspection.target_names((*only, *require))
     if html:

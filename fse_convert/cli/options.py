@@ -10,11 +10,11 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from fse_convert.checkpoint.ranges import Link
-from fse_convert.checkpoint.share import Share
 from fse_convert.errors import Problem, UsageError
-from fse_convert.fusion.targets import TARGETS, Target, find_target
+from fse_convert.output.copying import Link
+from fse_convert.output.parts import Share
 from fse_convert.report.log import Log, listening
+from fse_convert.servers.targets import TARGETS, Target, find_target
 
 Command = Callable[..., Any]
 MOST_PARTS = 10_000

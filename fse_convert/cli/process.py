@@ -14,7 +14,7 @@ from typing import TextIO
 
 import click
 
-from fse_convert.cli.group import cli
+from fse_convert.cli.app import cli
 from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError
 from fse_convert.report.log import Log
 

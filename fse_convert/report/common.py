@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fse_convert.errors import FseConvertError, Problem
-from fse_convert.models.moe import LayerKind
-from fse_convert.plan import LayerVerdict
+from fse_convert.model.moe import LayerKind
+from fse_convert.plan.plan import LayerVerdict
 
 if TYPE_CHECKING:
     from rich.console import Console

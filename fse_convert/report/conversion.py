@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fse_convert.checkpoint.ranges import Link
-from fse_convert.fusion.verdict import Outcome as Kind
-from fse_convert.notes import notes
-from fse_convert.plan import Plan
+from fse_convert.output.copying import Link
+from fse_convert.plan.notes import notes
+from fse_convert.plan.plan import Plan
 from fse_convert.report.common import SCHEMA_VERSION, console, fold, layer_json, shown, size
 from fse_convert.report.log import Log
 from fse_convert.report.proof import proof_json
+from fse_convert.servers.verdict import Outcome as Kind
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fse_convert.checkpoint.share import Share
-    from fse_convert.needs import Needs
-    from fse_convert.pipeline import Outcome
+    from fse_convert.conversion.estimate import Needs
+    from fse_convert.conversion.run import Outcome
+    from fse_convert.output.parts import Share
 
 RATES = (200 << 20, 2 << 30)
 """Bytes per second of a network file system and of a fast local disk, for which a dry run says how long it takes."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from fse_convert.report.common import SCHEMA_VERSION, console, size
 
 if TYPE_CHECKING:
-    from fse_convert.restore import Restored
-    from fse_convert.verify.findings import Mismatch, StorageResult
-    from fse_convert.verify.layers import KernelSummary, NumericsSummary
-    from fse_convert.verify.proof import Proof
+    from fse_convert.restoration import Restored
+    from fse_convert.verification.findings import Mismatch, StorageResult
+    from fse_convert.verification.layers import KernelSummary, NumericsSummary
+    from fse_convert.verification.proof import Proof
 
 LeftOut = tuple[tuple[str, str], ...]
 SHOWN = 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fse_convert.eligibility import AITER_SOURCE, AITER_TARGETS, Question
-from fse_convert.fusion.slots import SLOT_TARGETS
-from fse_convert.fusion.targets import TARGETS
 from fse_convert.report.common import SCHEMA_VERSION, console
+from fse_convert.servers.judge import AITER_SOURCE, AITER_TARGETS, Question
+from fse_convert.servers.slots import SLOT_TARGETS
+from fse_convert.servers.targets import TARGETS
 
 
 def targets_json() -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fse_convert.eligibility import AITER_SOURCE, AITER_TARGETS, Question
-from fse_convert.fusion.slots import SLOT_TARGETS
-from fse_convert.fusion.targets import CONTRACTS, TARGETS, Pairings, Target, needed_contract
-from fse_convert.quantization.formats import Kind
+from fse_convert.model.formats import Kind
+from fse_convert.servers.judge import AITER_SOURCE, AITER_TARGETS, Question
+from fse_convert.servers.slots import SLOT_TARGETS
+from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target, needed_contract
 
 HEAD = """# Targets
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fse_convert.checkpoint.header import TensorInfo, header_length, parse_header
-from fse_convert.checkpoint.source import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX, some
+from fse_convert.checkpoint.reader import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX, some
 from fse_convert.errors import FseConvertError, NotServable, Problem
-from fse_convert.fusion.targets import Contract
-from fse_convert.manifest import FORMAT, FORMAT_VERSION
-from fse_convert.plan import LAYOUT, LAYOUT_VERSION, Part
+from fse_convert.plan.manifest import FORMAT, FORMAT_VERSION
+from fse_convert.plan.plan import LAYOUT, LAYOUT_VERSION, Part
+from fse_convert.servers.targets import Contract
 from fse_convert.serving import stated
 from fse_convert.serving.stated import RECONVERT, refuse
-from fse_convert.typed import natural, text
+from fse_convert.sidecar.typed import natural, text
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from hub_server import COMMIT, Hub, serve
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.hub import HubFolder
-from fse_convert.checkpoint.source import read_checkpoint
+from fse_convert.checkpoint.reader import read_checkpoint
 from fse_convert.errors import EnvironmentFailure, ExitCode, InvalidCheckpoint, UsageError
 
 pytest.importorskip("huggingface_hub")

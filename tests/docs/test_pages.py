@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from fse_convert.fusion.targets import TARGETS
 from fse_convert.report.targets_markdown import targets_markdown
+from fse_convert.servers.targets import TARGETS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 README = DOCS.parent / "README.md"
@@ -74,7 +74,7 @@ def test_every_option_of_convert_is_in_the_readme() -> None:
 
 
 def test_every_exit_code_is_in_the_readme_and_in_the_help() -> None:
-    from fse_convert.cli.group import EXIT_CODES
+    from fse_convert.cli.app import EXIT_CODES
     from fse_convert.errors import ExitCode
 
     text = README.read_text(encoding="utf-8")

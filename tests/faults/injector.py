@@ -103,8 +103,9 @@ class Injector:
 def preload() -> None:
     """Import once what every child would import again."""
     for name in (
-        "torch", "rich.box", "rich.console", "rich.table", "fse_convert.convert", "fse_convert.report.conversion",
-        "fse_convert.report.proof", "fse_convert.report.progress", "fse_convert.verify.layers", "fse_convert.verify.proof",
+        "torch", "rich.box", "rich.console", "rich.table", "fse_convert.conversion.files",
+        "fse_convert.report.conversion",
+        "fse_convert.report.proof", "fse_convert.report.progress", "fse_convert.verification.layers", "fse_convert.verification.proof",
     ):  # fmt: skip
         importlib.import_module(name)
 
@@ -137,7 +138,7 @@ def _child(main: Callable[[list[str]], None], request: dict[str, Any], write: in
     os.dup2(err, 2)
     code = 0
     if request.get("no_margin"):
-        from fse_convert.checkpoint import transaction
+        from fse_convert.output import staging as transaction
 
         transaction.MARGIN = -(1 << 60)
     injector.install()

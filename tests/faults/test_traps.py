@@ -105,7 +105,7 @@ def test_a_read_only_source_is_enough(source: Make, run: Run, tmp_path: Path) ->
 def test_a_source_that_changes_while_it_is_read_is_refused(
     source: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fse_convert import rewrite
+    from fse_convert.conversion import writer as rewrite
 
     root, out = source(), tmp_path / "out"
     shard = sorted(root.glob("*.safetensors"))[2]

@@ -21,14 +21,14 @@ import atheris
 
 with atheris.instrument_imports(include=["fse_convert"]):
     from fse_convert.checkpoint.header import BITS, header_length, parse_header
-    from fse_convert.checkpoint.source import CONFIG, INDEX, open_checkpoint
-    from fse_convert.eligibility import judge, subject
+    from fse_convert.checkpoint.reader import CONFIG, INDEX, open_checkpoint
     from fse_convert.errors import FseConvertError, InvalidCheckpoint
-    from fse_convert.fusion.targets import TARGETS
-    from fse_convert.models.describe import describe
-    from fse_convert.notes import notes
-    from fse_convert.plan import Options
-    from fse_convert.planning import make_plan
+    from fse_convert.model.describe import describe
+    from fse_convert.plan.notes import notes
+    from fse_convert.plan.plan import Options
+    from fse_convert.plan.planner import make_plan
+    from fse_convert.servers.judge import judge, subject
+    from fse_convert.servers.targets import TARGETS
 
 from safetensors import SafetensorError, deserialize
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fse_convert.fusion.aiter_families import AITER_FAMILIES
+from fse_convert.servers.aiter.families import AITER_FAMILIES
 
 FAMILIES = {family.name: family for family in AITER_FAMILIES if family.since}
 CLASSES = {

@@ -23,10 +23,10 @@ import wheels
 from aiter_cases import FAMILIES, grid
 from aiter_random import random_cases
 
-from fse_convert.fusion.aiter import AiterQuestion, ask_aiter, judge, judge_model, judge_mtp_layer, log_line
-from fse_convert.fusion.aiter_online import OnlineQuantization
-from fse_convert.fusion.verdict import FUSED, Outcome, Reason, Verdict
-from fse_convert.quantization.vllm import RELEASES
+from fse_convert.servers.aiter.online import OnlineQuantization
+from fse_convert.servers.aiter.question import AiterQuestion, ask_aiter, judge, judge_model, judge_mtp_layer, log_line
+from fse_convert.servers.aiter.vllm_config import RELEASES
+from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
 
 pytestmark = pytest.mark.peers
 

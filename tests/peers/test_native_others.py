@@ -9,9 +9,9 @@ import wheels
 from in_memory import Model
 from published import SharedMlp
 
-from fse_convert.fusion.megamoe import native_verdict
-from fse_convert.fusion.targets import find_target
-from fse_convert.fusion.verdict import Outcome, Verdict
+from fse_convert.servers.native import native_verdict
+from fse_convert.servers.targets import find_target
+from fse_convert.servers.verdict import Outcome, Verdict
 
 pytestmark = pytest.mark.peers
 

@@ -15,9 +15,9 @@ import torch
 import wheels
 from in_memory import Model, matrix
 
-from fse_convert.fusion.megamoe import native_verdict
-from fse_convert.fusion.targets import VLLM_0_33_CLASS, find_target
-from fse_convert.fusion.verdict import Outcome, Verdict
+from fse_convert.servers.native import native_verdict
+from fse_convert.servers.targets import VLLM_0_33_CLASS, find_target
+from fse_convert.servers.verdict import Outcome, Verdict
 
 pytestmark = pytest.mark.peers
 

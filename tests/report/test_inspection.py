@@ -7,15 +7,15 @@ import pytest
 from in_memory import Model, checkpoint, plans_of
 from releases import FROM_031, NEWEST
 
-from fse_convert.costs import Serving, costs
-from fse_convert.eligibility import Subject, judge
 from fse_convert.errors import Problem
-from fse_convert.fusion.verdict import FUSED, Outcome, Reason, Verdict
 from fse_convert.inspection import Inspection, contract_widths, folded
-from fse_convert.recommendation import advise
-from fse_convert.report.inspection import text
-from fse_convert.report.inspection_markdown import markdown, workflow_commands
-from fse_convert.report.inspection_view import Footnotes, cost_rows, gib, layer_rows, sections, span
+from fse_convert.plan.advice import advise
+from fse_convert.plan.costs import Serving, costs
+from fse_convert.report.inspection.markdown import markdown, workflow_commands
+from fse_convert.report.inspection.text import text
+from fse_convert.report.inspection.view import Footnotes, cost_rows, gib, layer_rows, sections, span
+from fse_convert.servers.judge import Subject, judge
+from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
 
 
 def inspection(model: Model, serving: Serving | None = None, problems: tuple[Problem, ...] = ()) -> Inspection:
@@ -137,7 +137,7 @@ def test_markdown_escapes_what_would_break_a_table() -> None:
 
 
 def test_a_mixed_row_says_how_many() -> None:
-    from fse_convert.report.inspection_view import Row
+    from fse_convert.report.inspection.view import Row
 
     answer = next(a for a in judge(Model(mtp_shared="bf16").subject()) if a.name == "vllm-0.33")
     assert Row((answer,)).word == "mixed 2/3"

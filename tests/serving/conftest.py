@@ -16,8 +16,7 @@ from sglang_standins import Registry, method
 
 from fse_convert.cli import main
 from fse_convert.serving import sglang as plugin
-from fse_convert.serving import sglang_modes as modes
-from fse_convert.serving import sglang_modules as modules
+from fse_convert.serving.sglang import modes, modules
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fse_convert.errors import NotServable
 from fse_convert.layout import ue8m0
 from fse_convert.serving import sglang as plugin
-from fse_convert.serving import sglang_modules as modules
+from fse_convert.serving.sglang import modules
 
 LAYER = "layers.1.ffn"
 MODULE = "model.layers.1.mlp.shared_experts.gate_up_proj"

@@ -12,9 +12,9 @@ from torch import nn
 
 from fse_convert.errors import NotServable
 from fse_convert.layout import megamoe, ue8m0
-from fse_convert.plan import Part
+from fse_convert.plan.plan import Part
 from fse_convert.serving import sglang as plugin
-from fse_convert.serving import sglang_modules as modules
+from fse_convert.serving.sglang import modules
 from fse_convert.serving.sidecar import KernelShared, open_sidecar
 
 GIB = 2**30

@@ -11,8 +11,7 @@ from torch import nn
 
 from fse_convert.errors import NotServable
 from fse_convert.serving import sglang as plugin
-from fse_convert.serving import sglang_modes as modes
-from fse_convert.serving import sglang_modules as modules
+from fse_convert.serving.sglang import modes, modules
 
 READERS = {
     "weight_cache_mode": ("daemon", "--weight-cache-mode off"),

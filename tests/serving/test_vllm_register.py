@@ -41,7 +41,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         parent, _, leaf = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], leaf, module)
-    monkeypatch.delitem(sys.modules, "fse_convert.serving.vllm_loader", raising=False)
+    monkeypatch.delitem(sys.modules, "fse_convert.serving.vllm.loader", raising=False)
     return known
 
 
@@ -49,7 +49,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def forgotten() -> Any:
     """The loader's module was imported with stand-ins: nobody else may see it."""
     yield
-    sys.modules.pop("fse_convert.serving.vllm_loader", None)
+    sys.modules.pop("fse_convert.serving.vllm.loader", None)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -97,6 +97,6 @@ def test_a_moved_api_costs_the_load_format_and_not_the_server(
 
 def test_outside_of_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.delitem(sys.modules, "fse_convert.serving.vllm_loader", raising=False)
+    monkeypatch.delitem(sys.modules, "fse_convert.serving.vllm.loader", raising=False)
     (line,) = warnings(caplog)
     assert "ModuleNotFoundError" in line or "ImportError" in line

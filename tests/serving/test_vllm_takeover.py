@@ -15,9 +15,9 @@ from releases import NEWEST
 from torch import Tensor, nn
 
 from fse_convert.errors import NotServable
-from fse_convert.plan import Part
+from fse_convert.plan.plan import Part
 from fse_convert.serving.sidecar import Sidecar, open_sidecar
-from fse_convert.serving.vllm_takeover import SLOTS, Block, Takeover, find_blocks, marker, server_target
+from fse_convert.serving.vllm.takeover import SLOTS, Block, Takeover, find_blocks, marker, server_target
 
 H, S = 512, 512
 LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts")

@@ -285,7 +285,7 @@ def load_plugins():
     from sglang.srt import plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from fse_convert.serving import sglang_modes
+    from fse_convert.serving.sglang import modes as sglang_modes
 
     for target in (sglang_modes.CHECKER, sglang_modes.UPDATER):
         HookRegistry.register(target, another_plugin, HookType.AROUND)

@@ -180,7 +180,7 @@ def sabotage(wanted: bool) -> Any:
     """A plugin that logs its failure and serves what vLLM would have served without it."""
     if not wanted:
         return mock.patch.dict({})
-    from fse_convert.serving import vllm_loader
+    from fse_convert.serving.vllm import loader as vllm_loader
 
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
         vllm_loader.logger.error("fse: could not take the shared experts over: loading as usual")

@@ -1,0 +1,1 @@
+"""Carry out a plan: write, prove, publish."""

@@ -1,0 +1,59 @@
+"""Where in a shard that is carried over a byte would be a NaN: FP8 weights and E8M0 scales of experts.
+
+What is rewritten is scanned on the way. What is carried over is read back once for its digest anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NoReturn
+
+from fse_convert.checkpoint.reader import Shard
+from fse_convert.errors import InvalidCheckpoint, Problem
+from fse_convert.model.describe import Description
+from fse_convert.model.formats import NaN
+from fse_convert.output.jobs import Scan
+
+CODES: Mapping[NaN, tuple[int, ...]] = {NaN.E4M3: (0x7F, 0xFF), NaN.E8M0: (0xFF,)}
+"""NaN codes of the formats whose elements are single bytes."""
+DAMAGED = "the checkpoint is damaged: compare its checksum"
+
+
+def expert_codes(description: Description) -> dict[str, tuple[int, ...]]:
+    """The NaN codes of every expert tensor of one-byte elements, by name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in description.layers:
+        for group in (layer.routed, layer.shared):
+            for expert in group.experts if group else ():
+                for role, projection in expert.projections.items():
+                    tiles = group.formats[role].tiles if group else {}
+                    for suffix, info in projection.parts.items():
+                        tile = tiles[suffix]
+                        if tile and tile.nan and tile.nan in CODES:
+                            found[info.name] = CODES[tile.nan]
+    return found
+
+
+def scans(shard: Shard, codes: Mapping[str, tuple[int, ...]]) -> tuple[Scan, ...]:
+    """What to look for in a shard that is carried over, in file order; neighbours of one format make one range."""
+    refuse = partial(_refuse, shard)
+    found: list[Scan] = []
+    for t in shard.header.tensors:
+        wanted = codes.get(t.name)
+        if not wanted:
+            continue
+        start, end = shard.header.data_start + t.start, shard.header.data_start + t.end
+        if found and found[-1].end == start and found[-1].codes == wanted:
+            found[-1] = Scan(found[-1].start, end, wanted, refuse)
+        else:
+            found.append(Scan(start, end, wanted, refuse))
+    return tuple(found)
+
+
+def _refuse(shard: Shard, offset: int) -> NoReturn:
+    at = offset - shard.header.data_start
+    t = next(t for t in shard.header.tensors if t.start <= at < t.end)
+    columns = t.shape[-1] if t.shape else 1
+    row, column = divmod(at - t.start, columns)
+    raise InvalidCheckpoint(Problem("nan", f"NaN code at row {row}, column {column}", f"{shard.name}: {t.name}", DAMAGED))

@@ -1,0 +1,1 @@
+"""What a checkpoint is: families, formats, quantisation, layers and experts, read once."""

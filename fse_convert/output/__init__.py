@@ -1,0 +1,1 @@
+"""Make an output appear: staged, journaled, locked, durable, renamed once."""

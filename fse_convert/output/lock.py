@@ -1,0 +1,95 @@
+"""Locks of a staging folder: one run alone, or several parts of one conversion side by side.
+
+Locks are `flock` on files, which die with their process and which NFS passes on to other machines; a folder cannot be
+locked there, since an exclusive lock needs a descriptor that may write.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fse_convert.errors import Locked, Problem, UsageError
+from fse_convert.output.journal import JOURNAL
+
+LOCK = "lock"
+OUTPUT = "output"
+
+
+@contextmanager
+def locked(root: Path, out: Path, part: str = "") -> Iterator[None]:
+    """Hold the staging folder ``root`` of ``out``, creating it: alone, or as one ``part`` such as ``2-of-8`` beside others.
+
+    Raises Locked when that is not possible, UsageError when what is there is no staging folder, OSError.
+    """
+    _check_ours(root)
+    fds = [_hold(root, LOCK, out, fcntl.LOCK_SH if part else fcntl.LOCK_EX, "another run is writing this output")]
+    try:
+        if part:
+            fds.append(_hold_count(root, part.rpartition("-")[2], out))
+            fds.append(_hold(root, f"{LOCK}.{part}", out, fcntl.LOCK_EX, f"another run is writing part {part} of this output"))
+        yield
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _hold_count(root: Path, count: str, out: Path) -> int:
+    """Hold the lock of parts of ``count``; refuse to run beside parts of another count, which would share files with these."""
+    mine = f"{LOCK}.of-{count}"
+    fd = _hold(root, mine, out, fcntl.LOCK_SH, "a run is ending")
+    for other in root.glob(f"{LOCK}.of-*"):
+        if other.name != mine:
+            try:
+                os.close(_hold(root, other.name, out, fcntl.LOCK_EX, f"parts {other.suffix[1:]} of this output are being written"))
+            except Locked:
+                os.close(fd)
+                raise
+    return fd
+
+
+def _check_ours(root: Path) -> None:
+    """Refuse what this tool did not make: it would be emptied, and a link would lead the emptying elsewhere."""
+    if root.is_symlink() or (root.exists() and not root.is_dir()):
+        what = "a symbolic link" if root.is_symlink() else "no folder"
+    elif (root / OUTPUT).is_symlink():
+        what = "a folder whose content lies elsewhere"
+    elif not (inside := _names(root)) or any(n.startswith((LOCK, JOURNAL)) for n in inside):
+        return
+    else:
+        what = "a folder with something else in it"
+    hint = "move it away, or give another output folder"
+    raise UsageError(Problem("staging-foreign", f"the place for unfinished work is {what}", str(root), hint))
+
+
+def _names(root: Path) -> set[str]:
+    try:
+        return {p.name for p in root.iterdir()}
+    except FileNotFoundError:  # there is none, or a run that just finished removed it
+        return set()
+
+
+def _hold(root: Path, name: str, out: Path, kind: int, message: str) -> int:
+    path = root / name
+    while True:
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # a run that just finished removed the folder
+            continue
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            os.close(fd)
+            hint = "wait for the other run, or give another output folder"
+            raise Locked(Problem("locked", message, str(out), hint)) from e
+        except BaseException:
+            os.close(fd)
+            raise
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return fd
+        os.close(fd)

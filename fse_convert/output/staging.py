@@ -1,0 +1,299 @@
+"""How an output appears: written in a staging folder beside it, made durable, then renamed, once.
+
+Until the rename there is no output; after it, there is a complete one. The staging folder is locked by the run that
+writes it, and a dead run's lock goes with its process. What a dead run finished is in its journal, and the next run of
+the same conversion goes on from there.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fse_convert.checkpoint.reader import MANIFEST, some
+from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError
+from fse_convert.output.copying import exchange, write_all
+from fse_convert.output.journal import JOURNAL, Journal, differences, read_journal
+from fse_convert.output.lock import LOCK, OUTPUT, locked
+
+logger = logging.getLogger(__name__)
+TASKS = "tasks-"
+"""Start of the names of folders in which processes elsewhere write, one for each run."""
+MARGIN = 64 << 20
+"""Bytes that must stay free beyond what the plan needs."""
+
+
+class Staging:
+    """The folder in which an output is being made. Use `stage` to get one."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.root = out.parent / f".{out.name}.fse-partial"
+        self.folder = self.root / OUTPUT
+        self.old = self.root / "replaced"
+        self.journal = Journal(self.root / JOURNAL, {}, {})
+        self.replace = False
+
+    def begun(self) -> bool:
+        """Whether some run, or a part of one, has a journal here."""
+        return any(self.root.glob(f"{JOURNAL}*"))
+
+    def held(self, names: Collection[str] | None = None) -> int:
+        """Bytes that files of unfinished runs already take, all of them or those ``names``; hard links take none."""
+        total = 0
+        for path in (Path(folder, name) for folder, _, inside in os.walk(self.folder) for name in inside):
+            if names is None or str(path.relative_to(self.folder)) in names:
+                with suppress(FileNotFoundError):  # another run may be publishing it
+                    info = os.lstat(path)
+                    total += info.st_size if info.st_nlink == 1 else 0
+        return total
+
+    def path(self, name: str) -> Path:
+        """Path of an output file while it is being made; its folders exist afterwards, and no file of that name."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        return path
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file durably."""
+        fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Remove whatever lies in the output's folder and is none of these files: what a dead run or somebody else left there."""
+        for folder, folders, inside in os.walk(self.folder):
+            links = [n for n in folders if Path(folder, n).is_symlink()]
+            for path in (Path(folder, name) for name in [*inside, *links]):
+                if str(path.relative_to(self.folder)) not in names:
+                    logger.info("%s: not of this conversion, removed", path)
+                    path.unlink()
+
+    def publish(self) -> None:
+        """Make every folder durable, then let the output appear by one rename; once it is there, nothing stops the rest.
+
+        Raises UsageError when something is there that may not be replaced, OSError.
+        """
+        logger.info("publishing %s", self.out)
+        for folder, _, _ in os.walk(self.folder, topdown=False):
+            sync_folder(Path(folder))
+        with _undisturbed():
+            if os.path.lexists(self.out):
+                if not self.replace:
+                    raise _exists(self.out)
+                check_replaceable(self.out)
+                self._swap()
+            else:
+                self._appear()
+            sync_folder(self.out.parent)
+            _remove(self.root)  # the output is there and durable: what cannot be removed now, the next run removes
+
+    def _appear(self) -> None:
+        try:
+            os.rename(self.folder, self.out)
+        except OSError as e:
+            if e.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise _exists(self.out) from e
+            raise
+
+    def _swap(self) -> None:
+        if exchange(self.folder, self.out):
+            return
+        os.rename(self.out, self.old)
+        try:
+            self._appear()
+        except OSError:
+            os.rename(self.old, self.out)
+            raise
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore the signals that ask a program to stop: an output that is there is finished, whatever the exit code would say."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def stage(
+    out: Path,
+    fingerprint: Mapping[str, Any] | None = None,
+    *,
+    restart: bool = False,
+    part: str = "",
+    replace: bool = False,
+) -> Iterator[Staging]:
+    """Lock the staging folder of ``out`` and hand it over, with what earlier runs of the same ``fingerprint`` finished.
+
+    Without a fingerprint, and with ``restart``, the folder is emptied first. ``part``: other parts of the same conversion
+    may be writing too, each with a journal of its own. ``replace``: what is at ``out`` may be replaced. When the body
+    fails for a reason that a second try may not have (the machine, an interrupt, an argument), the folder stays for that
+    try; otherwise it is removed, unless it is shared.
+    Raises Locked when another run holds it, UsageError when it is the rest of another conversion, or the output is there.
+    """
+    staging = Staging(out)
+    staging.replace = replace
+    with locked(staging.root, out, part):
+        _prepare(staging, fingerprint, restart=restart, part=part)
+        try:
+            yield staging
+        except FseConvertError as e:
+            if not part and (fingerprint is None or not isinstance(e, EnvironmentFailure | UsageError)):
+                _remove(staging.root)
+            raise
+        except Exception:
+            if fingerprint is None:
+                _remove(staging.root)
+            raise
+
+
+def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart: bool, part: str) -> None:
+    """Rescue what a dead run was replacing, then keep or discard what runs before it left."""
+    if not part and staging.old.exists():
+        if staging.out.exists():
+            shutil.rmtree(staging.old)
+        else:
+            os.rename(staging.old, staging.out)
+    if os.path.lexists(staging.out) and not staging.replace:  # it appeared while this run was planning
+        raise _exists(staging.out)
+    found = {} if fingerprint is None or restart else _journals(staging.root)
+    for old, _ in found.values():
+        if changed := differences(old, fingerprint or {}):
+            message = f"an unfinished conversion lies here, made from something else: {some(changed)}"
+            hint = "start anew with --restart, or give another output folder"
+            raise UsageError(Problem("resume-differs", message, str(staging.root), hint))
+    if not found and not part:  # nothing here is of use
+        _clear(staging.root)
+    elif not part:
+        _forget_tasks(staging.root)
+    staging.folder.mkdir(exist_ok=bool(found or part))
+    if fingerprint is not None:
+        name = f"{JOURNAL}.{part}" if part else JOURNAL
+        logger.info("%s: %s", staging.root, f"going on after {', '.join(found)}" if found else "starting anew")
+        done = {file: record for _, files in found.values() for file, record in files.items()}
+        staging.journal = Journal(staging.root / name, fingerprint, done)
+        if name in found:
+            staging.journal.resume()
+        else:
+            staging.journal.create()
+
+
+def _journals(root: Path) -> dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
+    """The journals that can be read, by name: that of a whole run, and those of parts."""
+    read = {path.name: read_journal(path) for path in sorted(root.glob(f"{JOURNAL}*"))}
+    return {name: journal for name, journal in read.items() if journal is not None}
+
+
+def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool = True) -> None:
+    """Refuse an output that is, holds or lies in the source, and one that exists unless it may be overwritten.
+
+    ``overwrite`` replaces an empty folder or an output of this tool, nothing else; ``replaceable``: whether to suggest it.
+    """
+    if out.name in ("", ".."):
+        raise UsageError(Problem("output-unnamed", "the output needs a name of its own", str(out), "give the name of a new folder"))
+    real_source, real_out = Path(os.path.realpath(source)), Path(os.path.realpath(out))
+    if real_out == real_source or real_source in real_out.parents or real_out in real_source.parents:
+        message = f"the output must lie apart from the source {source}"
+        raise UsageError(Problem("output-overlaps", message, str(out), "the source is never written; choose a folder beside it"))
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise _exists(out, replaceable=replaceable)
+    check_replaceable(out)
+
+
+def check_replaceable(out: Path) -> None:
+    """Refuse to replace what is no output of this tool and no empty folder, and what a rename cannot replace. Raises UsageError."""
+    if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
+        hint = "remove it yourself if that is what you want"
+        raise UsageError(
+            Problem("output-foreign", "--overwrite replaces only an output of fse-convert or an empty folder", str(out), hint)
+        )
+    if os.stat(out).st_dev != os.stat(out.parent).st_dev:
+        message = "a file system is mounted here: it cannot be replaced by a rename"
+        raise UsageError(Problem("output-mounted", message, str(out), "give a folder inside of it"))
+
+
+def free_space(out: Path) -> int:
+    """Bytes that are free where ``out`` will be."""
+    return shutil.disk_usage(_existing(out.parent)).free
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Refuse to go on when the file system of ``out`` has less room than is still needed plus a margin (bytes)."""
+    free = free_space(out)
+    if free < needed + MARGIN:
+        message = f"needs {needed:,} bytes and a margin of {MARGIN:,}, {free:,} are free"
+        hint = "free some space, or write to another disk"
+        raise EnvironmentFailure(Problem("no-space", message, str(_existing(out.parent)), hint))
+
+
+def device(out: Path) -> int:
+    """Number of the file system on which ``out`` will be."""
+    return os.stat(_existing(out.parent)).st_dev
+
+
+def _existing(folder: Path) -> Path:
+    return next(f for f in (folder, *folder.absolute().parents) if f.exists())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder's entries durable; file systems that cannot are left alone."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _exists(out: Path, *, replaceable: bool = True) -> UsageError:
+    hint = "choose another folder" + (", or --overwrite to replace an earlier output" if replaceable else "")
+    return UsageError(Problem("output-exists", "the output exists already", str(out), hint))
+
+
+def _remove(root: Path) -> None:
+    """Remove a staging folder, its lock last: whoever comes next may hold a new one at once, and keeps its folder."""
+    with suppress(OSError):
+        _clear(root)
+        (root / LOCK).unlink(missing_ok=True)
+        root.rmdir()
+
+
+def _forget_tasks(root: Path) -> None:
+    """Take away the folders of tasks elsewhere whose run is dead: they write into nothing from here on."""
+    for folder in root.glob(f"{TASKS}*"):
+        shutil.rmtree(folder)
+
+
+def _clear(folder: Path) -> None:
+    for item in folder.iterdir():
+        if item.name == LOCK:  # held by this run
+            continue
+        if item.is_dir() and not item.is_symlink():
+            shutil.rmtree(item)
+        else:
+            item.unlink()

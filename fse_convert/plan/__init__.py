@@ -1,0 +1,1 @@
+"""Decide what a conversion writes, as values."""

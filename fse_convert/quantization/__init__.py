@@ -1,1 +1,0 @@
-"""How a projection is stored, read from its headers first and from the config second."""

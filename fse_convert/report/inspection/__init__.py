@@ -1,0 +1,1 @@
+"""The report of an inspection, in every form."""

@@ -1,0 +1,1 @@
+"""What server releases make of a checkpoint: targets as data, rules, verdicts."""

@@ -1,0 +1,265 @@
+"""How vLLM's ROCm models name the modules that AITER shared-expert fusion asks about, as data.
+
+One row per model class of vLLM 0.33; ``since`` is the first release whose class asks at all. The renames are what is
+left of the class's ``hf_to_vllm_mapper`` without stacked and dropped weights; of ``packed_modules_mapping`` only
+``gate_up_proj`` matters here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fse_convert.servers.aiter.patterns import Renames
+
+GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
+W1_W3 = {"gate_up_proj": ("w1", "w3")}
+NO_RENAMES = Renames()
+NO_EP = "expert parallelism must be off"
+
+_V4_SCALES = (r"(\.experts\.\d+\.w[123])\.scale$", r"\1.weight_scale"), (r"\.scale$", ".weight_scale_inv")
+_V4_DOWN = ((".shared_experts.w2", ".shared_experts.down_proj"),)
+_VL_PREFIXES = (
+    ("model.visual.", "visual."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.language_model.", "language_model.model."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AiterFamily:
+    """One model class: where its MoE blocks are, how it renames a config's modules, and what its log line looks like.
+
+    ``block`` and ``mtp_block`` are prefixes of a MoE block, with ``{index}`` for a decoder layer's number, ``{k}`` for
+    a drafter layer's own number and ``{next}`` for the number it has after the decoder layers. ``flat`` families read
+    ``text_config`` as if it stood at the top level. ``own_log``: the class logs itself, always without "skipping for
+    this layer". ``mtp_names``: since 0.33 the drafter re-keys ``mtp.N``. ``needs`` are conditions outside the
+    checkpoint, for people. ``since`` None: the class never fuses this way. ``names_since``: the first release whose
+    class has the two mappings; before, ``packed`` and ``renames`` are empty.
+    """
+
+    name: str
+    source: str
+    architectures: frozenset[str]
+    model_types: frozenset[str]
+    block: str = "model.layers.{index}.mlp"
+    mtp_block: str = "model.layers.{next}.mlp"
+    shared: str = "shared_experts"
+    packed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: GATE_UP)
+    renames: Renames = NO_RENAMES
+    flat: bool = False
+    own_log: bool = False
+    mtp_names: bool = False
+    needs: tuple[str, ...] = ()
+    since: str | None = "0.29"
+    names_since: str = "0.29"
+
+
+def _names(*values: str) -> frozenset[str]:
+    return frozenset(values)
+
+
+AITER_FAMILIES: tuple[AiterFamily, ...] = (
+    AiterFamily(
+        name="DeepSeek-V4",
+        source="models/deepseek_v4/amd/model.py, amd/mtp.py",
+        architectures=_names("DeepseekV4ForCausalLM"),
+        model_types=_names("deepseek_v4"),
+        block="model.layers.{index}.ffn",
+        mtp_block="model.layers.{next}.ffn",
+        packed=W1_W3,
+        renames=Renames(
+            regexes=_V4_SCALES,
+            substrings=_V4_DOWN,
+            prefixes=(
+                ("layers.", "model.layers."),
+                ("embed.", "model.embed."),
+                ("norm.", "model.norm."),
+                ("hc_head", "model.hc_head"),
+                ("mtp.", "model.mtp."),
+            ),
+            suffixes=(
+                ("head.weight", "lm_head.weight"),
+                ("embed.weight", "embed_tokens.weight"),
+                (".ffn.gate.bias", ".ffn.gate.e_score_correction_bias"),
+                (".input_scale", ".input_scale_2"),
+            ),
+        ),
+        own_log=True,
+        mtp_names=True,
+        needs=(NO_EP, "data parallel size 1 (0.31 and later raise a ValueError otherwise)", "n_shared_experts 1"),
+    ),
+    AiterFamily(
+        name="DeepSeek-V4.1",
+        source="models/deepseek_v41/amd/vl_model.py, amd/dspark.py",
+        architectures=_names("DeepseekV41ForCausalLM"),
+        model_types=_names("deepseek_v41"),
+        block="language_model.model.layers.{index}.ffn",
+        mtp_block="model.layers.{next}.ffn",
+        packed=W1_W3,
+        renames=Renames(
+            substrings=_V4_DOWN,
+            prefixes=(
+                ("layers.", "language_model.model.layers."),
+                ("embed.", "language_model.model.embed."),
+                ("norm.", "language_model.model.norm."),
+                ("hc_head", "language_model.model.hc_head"),
+                ("mtp.", "language_model.model.mtp."),
+            ),
+        ),
+        flat=True,
+        own_log=True,
+        needs=(NO_EP, "data parallel size 1 (0.31 and later raise a ValueError otherwise)", "n_shared_experts 1"),
+        since="0.30",
+        names_since="0.31",
+    ),
+    AiterFamily(
+        name="DeepSeek-V3",
+        source="model_executor/models/deepseek_v2.py, models/deepseek_v32/amd",
+        architectures=_names(
+            "DeepseekV2ForCausalLM",
+            "DeepseekV3ForCausalLM",
+            "DeepseekV32ForCausalLM",
+            "GlmMoeDsaForCausalLM",
+        ),
+        model_types=_names("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"),
+    ),
+    AiterFamily(
+        name="GLM-4-MoE",
+        source="model_executor/models/glm4_moe.py, glm4_moe_lite.py",
+        architectures=_names("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"),
+        model_types=_names("glm4_moe", "glm4_moe_lite"),
+    ),
+    AiterFamily(
+        name="GLM-5-Next",
+        source="models/glm5next/common/model.py",
+        architectures=_names("Glm5NextForCausalLM"),
+        model_types=_names("glm5_next", "glm5_next_text"),
+        packed={},  # the text-only class has no packed_modules_mapping: its gate_up_proj matches by the fused name alone
+        needs=("gfx950", "tensor parallel size 4 or 8", "data and prefill-context parallel size 1", NO_EP),
+        since="0.32",
+    ),
+    AiterFamily(
+        name="GLM-5-Next (vision)",
+        source="models/glm5next/common/model.py",
+        architectures=_names("Glm5NextForConditionalGeneration"),
+        model_types=_names(),
+        block="language_model.model.layers.{index}.mlp",
+        renames=Renames(
+            prefixes=(
+                ("lm_head.", "language_model.lm_head."),
+                ("model.language_model.", "language_model.model."),
+                ("model.visual.", "visual."),
+            )
+        ),
+        needs=("gfx950", "tensor parallel size 4 or 8", "data and prefill-context parallel size 1", NO_EP),
+        since="0.32",
+    ),
+    AiterFamily(
+        name="MiniMax-M3",
+        source="models/minimax_m3/amd/model.py",
+        architectures=_names("MiniMaxM3SparseForCausalLM"),
+        model_types=_names("minimax_m3", "minimax_m3_text"),
+        block="model.layers.{index}.block_sparse_moe",
+        mtp_block="model.layers.{k}.block_sparse_moe",
+        own_log=True,
+        needs=(NO_EP,),
+    ),
+    AiterFamily(
+        name="MiniMax-M3 (vision)",
+        source="models/minimax_m3/amd/model.py",
+        architectures=_names("MiniMaxM3SparseForConditionalGeneration"),
+        model_types=_names("minimax_m3_vl"),
+        block="language_model.model.layers.{index}.block_sparse_moe",
+        mtp_block="model.layers.{k}.block_sparse_moe",
+        renames=Renames(
+            substrings=((".mlp.fc1", ".fc1"), (".mlp.fc2", ".fc2")),
+            prefixes=(
+                ("multi_modal_projector.", "vision_tower.multi_modal_projector."),
+                ("patch_merge_mlp.", "vision_tower.patch_merge_mlp."),
+            ),
+        ),
+        own_log=True,
+        needs=(NO_EP,),
+    ),
+    AiterFamily(
+        name="Qwen3-Next",
+        source="model_executor/models/qwen3_next.py",
+        architectures=_names("Qwen3NextForCausalLM"),
+        model_types=_names("qwen3_next"),
+        mtp_block="mtp.layers.{k}.mlp",
+        shared="shared_expert",
+    ),
+    AiterFamily(
+        name="Qwen3.5",
+        source="model_executor/models/qwen3_5.py",
+        architectures=_names("Qwen3_5MoeForCausalLM"),
+        model_types=_names("qwen3_5_moe_text"),
+        mtp_block="mtp.layers.{k}.mlp",
+        shared="shared_expert",
+        renames=Renames(prefixes=(("model.language_model.", "model."),)),
+    ),
+    AiterFamily(
+        name="Qwen3.5 (vision)",
+        source="model_executor/models/qwen3_5.py",
+        architectures=_names("Qwen3_5MoeForConditionalGeneration"),
+        model_types=_names("qwen3_5_moe"),
+        block="language_model.model.layers.{index}.mlp",
+        mtp_block="mtp.layers.{k}.mlp",
+        shared="shared_expert",
+        renames=Renames(prefixes=_VL_PREFIXES),
+    ),
+    AiterFamily(
+        name="Qwen4-Exp",
+        source="models/qwen4_exp/amd/model.py",
+        architectures=_names("Qwen4ExpForCausalLM"),
+        model_types=_names("qwen4_exp", "qwen4_exp_text"),
+        mtp_block="mtp.layers.{next}.mlp",
+        shared="shared_expert",
+        renames=Renames(prefixes=(("model.language_model.", "model."),)),
+    ),
+    AiterFamily(
+        name="Qwen4-Exp (vision)",
+        source="models/qwen4_exp/amd/model.py",
+        architectures=_names("Qwen4ExpForConditionalGeneration"),
+        model_types=_names(),
+        block="language_model.model.layers.{index}.mlp",
+        mtp_block="mtp.layers.{next}.mlp",
+        shared="shared_expert",
+        renames=Renames(prefixes=_VL_PREFIXES),
+    ),
+    AiterFamily(
+        name="AXK1",
+        source="model_executor/models/AXK1.py",
+        architectures=_names("AXK1ForCausalLM"),
+        model_types=_names("axk1"),
+    ),
+    AiterFamily(
+        name="Alice AI",
+        source="model_executor/models/alice_ai.py",
+        architectures=_names("AliceAIForCausalLM"),
+        model_types=_names("alice_ai"),
+        shared="shared_expert",
+        since="0.33",
+    ),
+    AiterFamily(
+        name="Kimi-K3",
+        source="models/kimi_k3/amd/linear.py: routed experts work on a hidden size of their own",
+        architectures=_names("KimiK3ForConditionalGeneration"),
+        model_types=_names("kimi_k3"),
+        block="model.layers.{index}.block_sparse_moe",
+        since=None,
+    ),
+)
+
+
+def find_aiter_family(config: Mapping[str, Any]) -> AiterFamily | None:
+    """Find the model class by ``architectures``, else by ``model_type``, at the top level or in ``text_config``."""
+    architectures = config.get("architectures")
+    wanted = {name for name in architectures if isinstance(name, str)} if isinstance(architectures, list) else set()
+    text = config.get("text_config")
+    types = {place.get("model_type") for place in (config, text) if isinstance(place, Mapping)}
+    by_name = (family for family in AITER_FAMILIES if family.architectures & wanted)
+    by_type = (family for family in AITER_FAMILIES if family.model_types & types)
+    return next(by_name, None) or next(by_type, None)

@@ -1,0 +1,65 @@
+"""F32 scales of FP8 experts: which there are, and what follows from their values, once somebody has read them.
+
+The kernel takes UE8M0 scales, so an F32 scale fits only if it is a power of two: rounding one changes every weight of its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from fse_convert.checkpoint.header import TensorInfo
+from fse_convert.model.describe import ExpertGroup, LayerDescription
+from fse_convert.model.formats import Kind
+from fse_convert.servers.verdict import Outcome, Reason, Verdict
+
+INEXACT = "scale-inexact"
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What reading F32 scales showed: names of the tensors that were read, and what E8M0 cannot hold, by tensor name."""
+
+    read: frozenset[str] = frozenset()
+    inexact: Mapping[str, str] = field(default_factory=dict)
+
+    def inexact_of(self, layer: LayerDescription) -> tuple[str, ...]:
+        """Names of a layer's scale tensors that hold a value E8M0 cannot."""
+        return tuple(t.name for t in f32_scales(layer) if t.name in self.inexact) if self.inexact else ()
+
+
+UNREAD = Scales()
+
+
+def f32_scales(layer: LayerDescription) -> tuple[TensorInfo, ...]:
+    """Every F32 block scale of a layer's experts, the shared one's first."""
+    return (*shared_f32_scales(layer), *routed_f32_scales(layer))
+
+
+def shared_f32_scales(layer: LayerDescription) -> tuple[TensorInfo, ...]:
+    """The F32 block scales of a layer's shared expert."""
+    return tuple(_f32(layer.shared)) if layer.shared else ()
+
+
+def routed_f32_scales(layer: LayerDescription) -> tuple[TensorInfo, ...]:
+    """The F32 block scales of a layer's routed experts."""
+    return tuple(_f32(layer.routed)) if layer.routed else ()
+
+
+def _f32(group: ExpertGroup) -> Iterable[TensorInfo]:
+    names = {r: f.scale for r, f in group.formats.items() if f.scale and f.kind is Kind.FP8_BLOCK and f.scale_dtype == "F32"}
+    if not names:
+        return ()
+    return chain.from_iterable((e.projections[role].parts[scale] for role, scale in names.items()) for e in group.experts)
+
+
+def with_scales(layer: LayerDescription, verdict: Verdict, scales: Scales) -> Verdict:
+    """Take back a verdict of the kernel that the scales' values contradict.
+
+    The reason names no tensor, so that it is the same in every layer.
+    """
+    if not verdict.fused or not scales.inexact_of(layer):
+        return verdict
+    message = "F32 scales are no powers of two, which is all that the kernel's E8M0 scales can hold"
+    return Verdict(Outcome.UNFUSED, (Reason(INEXACT, message, "requantise to E8M0 scales first"),))

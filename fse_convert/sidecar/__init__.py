@@ -1,0 +1,1 @@
+"""The format of ``OUT/fse`` (docs/format.md) as code."""

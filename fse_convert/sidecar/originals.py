@@ -1,0 +1,90 @@
+"""Small files and headers of the source, found again from those of the output: by undoing the edits and encoding as usual.
+
+The manifest knows the digest of every original, so a candidate is right or it is not. What no candidate gives (an index
+in an order of its own, a config with tabs) the manifest keeps as text, and `fse_convert.restoration` is exact in any case.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, METADATA
+
+
+def pick(candidates: Iterable[bytes], digest: str) -> bytes | None:
+    """Return the candidate with this SHA-256 (hex), None if there is none."""
+    return next((c for c in candidates if sha256(c) == digest), None)
+
+
+def sha256(data: bytes) -> str:
+    """SHA-256 as hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def config_candidates(converted: Mapping[str, Any], edits: Iterable[tuple[str, str, int]]) -> Iterator[bytes]:
+    """Undo ``edits`` (section, key, old value) in a parsed config.json, and encode it in the usual ways.
+
+    Gives nothing where a section is not there, as in a config that is not the one that was converted.
+    """
+    config = json.loads(json.dumps(converted))
+    for section, key, old in edits:
+        place = config.get(section) if section else config
+        if not isinstance(place, dict):
+            return
+        place[key] = old
+    yield from _encodings(config)
+
+
+def index_candidates(converted: Mapping[str, Any], total_size: int, grown: int) -> Iterator[bytes]:
+    """Put the source's totals into a parsed index, and encode it in the usual ways; nothing where it has no metadata.
+
+    ``total_size``: bytes of the source's tensors. ``grown``: elements that padding added, for ``total_parameters``.
+    """
+    stated = converted.get("metadata")
+    if not isinstance(stated, dict):
+        return
+    metadata = {**stated, "total_size": total_size}
+    if isinstance(metadata.get("total_parameters"), int):
+        metadata["total_parameters"] -= grown
+    yield from _encodings({**converted, "metadata": metadata})
+
+
+def header_candidates(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """Encode a shard's header, its length in front, from (name, dtype, shape) in offset order.
+
+    ``metadata`` is the output's, to which ``format: pt`` may have been added.
+    """
+    entries: dict[str, Any] = {}
+    at = 0
+    for name, dtype, shape in tensors:
+        end = at + prod(shape) * BITS[dtype] // 8
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    bare = {k: v for k, v in metadata.items() if k != "format"}
+    for found in (metadata, None, bare):
+        yield encode_header(entries, found)
+
+
+def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None) -> bytes:
+    """Encode as the safetensors library does: no spaces, metadata first, padded with spaces to 8 bytes."""
+    full = entries if metadata is None else {METADATA: metadata, **entries}
+    raw = json.dumps(full, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
+
+
+def encode_json(value: Any) -> bytes:
+    """Encode as the hub's files are: two spaces, UTF-8, a newline at the end; file names that are no Unicode as escapes."""
+    return json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _encodings(value: Any) -> Iterator[bytes]:
+    for ascii_only in (False, True):
+        for indent in (2, 4):
+            raw = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "backslashreplace")
+            yield raw + b"\n"
+            yield raw

@@ -1,0 +1,1 @@
+"""The proof of an output against its source."""

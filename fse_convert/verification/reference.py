@@ -1,0 +1,406 @@
+"""Level 2 of the proof: what the fused shared expert computes, from the kernel's bytes and from the source's.
+
+Two readers feed one computation: `KernelLayout` finds every byte by the address that the kernel reads it from,
+`SourceLayout` by the checkpoint's blocks. A wrong byte, row, block or packing order therefore changes one side only.
+
+Padded and unpadded agree bit for bit by construction, not by luck of a matrix library:
+
+* An E4M3 value is a multiple of 2**-9 and at most 448, so a product of two is a multiple of 2**-18 and a sum of 32
+  products stays below 2**23: 41 bits. float64 holds 53, so every partial sum over a group of 32 is exact, in any
+  order, on any device.
+* A group's sum is scaled by powers of two (exact) and added to a float64 accumulator, group after group along K,
+  element by element: correctly rounded additions in an order that no width, chunk size or thread count can change.
+* Rows of L1 do not see each other. Padded channels give ``+0``, in L2 they come last, and adding zero changes nothing.
+* The one transcendental, exp, comes from a table over all 65536 BF16 gates: no vector's tail can round differently.
+
+The padded side computes its full width; nothing is cut away first. Equal sums alone would not show a non-zero gate row
+that meets zero columns of down, so the padding's bytes are compared with their fill as well.
+
+Rules: sgl-deep-gemm 0.2.5, deep_gemm/include/deep_gemm/impls/sm100_fp8_fp4_mega_moe.cuh (epilogue), common/math.cuh,
+and deep_gemm/utils/math.py. The kernel adds in FP32 in the hardware's own order; here the sum is float64, rounded to
+FP32 once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from fse_convert.verification.experts import GROUP, ExpertWeights, KernelLayout, Rows, SourceLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "Difference",
+    "Exact",
+    "ExpertWeights",
+    "KernelLayout",
+    "NumericsResult",
+    "SourceLayout",
+    "Trace",
+    "check_numerics",
+    "exact_expert",
+    "fused_expert",
+    "pick_device",
+    "quantize_input",
+    "relative_l2",
+    "requantize",
+    "sample_hidden_states",
+    "swiglu",
+    "trace_expert",
+]
+
+E4M3_MAX = 448.0
+PAD_WEIGHT, PAD_SCALE = 0x00, 0x7F
+WORKING_SET = 48 << 20
+"""Bytes of decoded weights and group products that one step holds."""
+TOKENS_AT_ONCE = 256
+HALF_STEP = 2.0**-4
+"""Largest relative error of rounding to E4M3; the root mean square over uniform mantissas is 0.4 of it."""
+BF16_HALF_STEP = 2.0**-9
+
+
+@functools.cache
+def _sigmoid_table(device: torch.device) -> Tensor:
+    """``1 / (1 + exp(-g))`` in FP32 for every BF16 ``g``, by its bits; made on the CPU, so the same on every device."""
+    g = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return (1 / (1 + torch.exp(-g.double()).float())).to(device)
+
+
+@functools.cache
+def _scale_table(device: torch.device) -> Tensor:
+    values = torch.pow(2.0, torch.arange(-127, 129, dtype=torch.float64))
+    values[0xFF] = math.nan
+    return values.to(device)
+
+
+def decode_codes(codes: Tensor) -> Tensor:
+    """Turn E4M3 codes (uint8, any shape) into float64, exactly; 0x7F and 0xFF give NaN."""
+    return codes.view(torch.float8_e4m3fn).double()
+
+
+def decode_scales(scale: Tensor) -> Tensor:
+    """Turn UE8M0 bytes (uint8, any shape) into float64, exactly: ``2 ** (byte - 127)``; 0xFF gives NaN."""
+    return _scale_table(scale.device)[scale.int()]
+
+
+def quantize_input(x: Tensor, group: int = GROUP) -> Rows:
+    """Quantise activations as servers do before the kernel.
+
+    ``x`` BF16 ``[t, h]``. Returns codes uint8 ``[t, h]`` and scales uint8 ``[t, h / group]``: the scale is
+    ``2 ** ceil(log2(max(amax, 1e-4) / 448))`` with its byte within [1, 254], the codes are rounded to nearest even.
+    Rule: sgl-deep-gemm 0.2.5, deep_gemm/utils/math.py, ``per_token_cast_to_fp8(use_ue8m0=True, gran_k=32)``.
+    """
+    groups = x.float().view(x.shape[0], -1, group)
+    bits = (groups.abs().amax(2).clamp(1e-4) / E4M3_MAX).view(torch.int32)
+    exponent = (((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()).clamp(1, 254)
+    codes = (groups / (exponent << 23).view(torch.float32)[:, :, None]).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).view(x.shape), exponent.to(torch.uint8)
+
+
+def requantize(v: Tensor) -> Rows:
+    """Requantise the activation between L1 and L2.
+
+    ``v`` FP32 ``[t, s]``. Returns codes uint8 ``[t, s]`` and scales uint8 ``[t, s / 32]``: the scale is
+    ``2 ** ceil(log2(amax * fp32(1 / 448)))`` without a lower clamp (amax 0 gives byte 0), the codes saturate at 448.
+    Rule: sgl-deep-gemm 0.2.5, common/math.cuh, ``get_e4m3_sf_and_sf_inv``, and the cast after it.
+    """
+    groups = v.view(v.shape[0], -1, GROUP)
+    inverse_max = torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device=v.device)
+    bits = (groups.abs().amax(2) * inverse_max).view(torch.int32)
+    exponent = ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()
+    inverse = ((254 - exponent) << 23).view(torch.float32)
+    codes = (groups * inverse[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).view(v.shape), exponent.to(torch.uint8)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
+    """Activate as the epilogue does: BF16 ``[t, s]`` twice to FP32 ``[t, s]``.
+
+    With a ``limit``, gate is clamped from above and up from both sides, in BF16; then ``(gate * sigmoid(gate)) * up``
+    in FP32. A NaN stays NaN (the kernel's clamp would drop it), so that it is reported.
+    """
+    if limit is not None:
+        bound = torch.tensor(limit, dtype=torch.bfloat16, device=gate.device)
+        gate, up = torch.minimum(gate, bound), torch.minimum(torch.maximum(up, -bound), bound)
+    sigmoid = _sigmoid_table(gate.device)[gate.view(torch.int16).int() & 0xFFFF]
+    return gate.float() * sigmoid * up.float()
+
+
+def _chunks(n: int, row_bytes: int) -> list[tuple[int, int]]:
+    step = max(8, WORKING_SET // row_bytes)
+    return [(start, min(start + step, n)) for start in range(0, n, step)]
+
+
+def _linear(x: Rows, read: Callable[[int, int], Rows], n: int) -> Tensor:
+    """Multiply ``x [t, k]`` by ``n`` rows, float64 ``[t, n]``: exact in each group, then added in the order of K."""
+    codes, scale = x
+    tokens, groups = scale.shape
+    x_gtk = decode_codes(codes).view(tokens, groups, GROUP).transpose(0, 1).contiguous()
+    x_scale_gt = decode_scales(scale).T[:, :, None]
+    out = torch.empty(tokens, n, dtype=torch.float64, device=codes.device)
+    for start, stop in _chunks(n, 8 * groups * (GROUP + tokens)):
+        w_codes, w_scale = read(start, stop)
+        w_gkn = decode_codes(w_codes).view(stop - start, groups, GROUP).permute(1, 2, 0)
+        w_scale_gn = decode_scales(w_scale).T.contiguous()[:, None]
+        products = torch.bmm(x_gtk, w_gkn).mul_(x_scale_gt).mul_(w_scale_gn)
+        total = torch.zeros(tokens, stop - start, dtype=torch.float64, device=codes.device)
+        for g in range(groups):
+            total += products[g]
+        out[:, start:stop] = total
+    return out
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Every stage of one fused run.
+
+    ``gate``, ``up`` float64 ``[t, s]`` and ``output`` float64 ``[t, h]`` are sums before any rounding to FP32 or BF16;
+    ``codes`` uint8 ``[t, s]`` and ``scale`` uint8 ``[t, s / 32]`` are the requantised activation.
+    """
+
+    gate: Tensor
+    up: Tensor
+    codes: Tensor
+    scale: Tensor
+    output: Tensor
+
+    @property
+    def y(self) -> Tensor:
+        """The output as the kernel writes it: BF16 ``[t, h]``."""
+        return self.output.float().bfloat16()
+
+
+def trace_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) -> Trace:
+    """Compute the fused expert for ``x`` BF16 ``[t, h]`` and keep every stage; memory grows with ``t``."""
+    quantized = quantize_input(x)
+    gate = _linear(quantized, weights.gate_rows, weights.width)
+    up = _linear(quantized, weights.up_rows, weights.width)
+    codes, scale = requantize(swiglu(gate.float().bfloat16(), up.float().bfloat16(), limit))
+    return Trace(gate, up, codes, scale, _linear((codes, scale), weights.down_rows, weights.hidden))
+
+
+def fused_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) -> Tensor:
+    """Compute what the kernel returns for tokens without routed experts.
+
+    ``x`` BF16 ``[t, h]``, on the device of ``weights``. Returns BF16 ``[t, h]``. ``limit``: the model's SwiGLU limit,
+    None for none. The working set beside the weights does not grow with ``t``.
+    """
+    parts = torch.split(x, TOKENS_AT_ONCE)
+    return torch.cat([trace_expert(part, weights, limit).y for part in parts])
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The expert without rounding inside, float64 ``[t, h]``, and the norm of the error that FP8 may add to it."""
+
+    output: Tensor
+    noise: float
+
+
+def exact_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) -> Exact:
+    """Compute the dequantised expert in float64 by plain matrix products: no BF16, no requantisation.
+
+    ``x`` BF16 ``[t, h]`` is quantised first, as for the kernel: what is measured is the expert, not the rounding of
+    its input. ``noise`` is the root mean square norm of the error when every activation ``a[t, j]`` is off by the
+    largest rounding error ``d[t, j]`` there is (half a step of E4M3, plus BF16's of gate and up), with independent
+    signs: ``sqrt(sum d[t, j] ** 2 * |down[:, j]| ** 2)``.
+    """
+    parts = [_exact(part, weights, limit) for part in torch.split(x, TOKENS_AT_ONCE)]
+    return Exact(torch.cat([p.output for p in parts]), math.hypot(*(p.noise for p in parts)))
+
+
+def _dequantize(rows: Rows) -> Tensor:
+    codes, scale = rows
+    return (decode_codes(codes).view(*scale.shape, GROUP) * decode_scales(scale)[:, :, None]).view(codes.shape)
+
+
+def _exact(x: Tensor, weights: ExpertWeights, limit: float | None) -> Exact:
+    hidden, width = weights.hidden, weights.width
+    x_th = _dequantize(quantize_input(x))
+    gate, up = (
+        torch.cat([x_th @ _dequantize(read(*rows)).T for rows in _chunks(width, 16 * hidden)], 1)
+        for read in (weights.gate_rows, weights.up_rows)
+    )
+    if limit is not None:
+        bound = float(torch.tensor(limit, dtype=torch.bfloat16))
+        gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
+    a = gate * torch.sigmoid(gate) * up
+    amax = a.abs().view(len(a), -1, GROUP).amax(2).repeat_interleave(GROUP, 1)
+    relative = HALF_STEP + BF16_HALF_STEP * (2 + gate.abs())
+    error = torch.maximum(a.abs() * relative, amax * (2 / E4M3_MAX) * 2**-10)  # the latter: half a subnormal step
+    output, energy = [], torch.zeros(width, dtype=torch.float64, device=x.device)
+    for rows in _chunks(hidden, 16 * width):
+        w_ns = _dequantize(weights.down_rows(*rows))
+        output.append(a @ w_ns.T)
+        energy += w_ns.square_().sum(0)
+    return Exact(torch.cat(output, 1), math.sqrt(float((error.square() @ energy).sum())))
+
+
+def relative_l2(value: Tensor, reference: Tensor) -> float:
+    """Give ``|value - reference| / |reference|`` in float64: 0 if both are zero, infinity if only the reference is."""
+    reference = reference.double()
+    error = float(torch.linalg.vector_norm(value.double() - reference))
+    norm = float(torch.linalg.vector_norm(reference))
+    if norm == 0:
+        return math.inf if error else 0.0
+    return error / norm
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What was compared, how many elements are unequal, and the index of the first (row-major)."""
+
+    what: str
+    count: int
+    first: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NumericsResult:
+    """Level 2's answer for one shared expert.
+
+    ``passed``: every stage is equal, the padding holds its fill and contributes nothing, all is finite, and
+    ``relative_l2 <= bound``. ``bit_equal``: the BF16 outputs are equal in every bit (else ``differing`` of them are
+    not, the first at ``first`` = (token, hidden)). ``differences``: what is unequal, in the order of the computation,
+    so that the first one says where to look. ``relative_l2``: of the fused output against `exact_expert`, judged by
+    ``bound``.
+    """
+
+    passed: bool
+    bit_equal: bool
+    differing: int
+    first: tuple[int, ...] | None
+    differences: tuple[Difference, ...]
+    finite: bool
+    relative_l2: float
+    bound: float
+    tokens: int
+    hidden: int
+    source_width: int
+    width: int
+    device: str
+
+    @property
+    def reason(self) -> str:
+        """One sentence: the first thing that is wrong, or that nothing is."""
+        if self.differences:
+            d = self.differences[0]
+            return f"{d.what}: {d.count} not as expected, the first at {d.first}"
+        if not self.finite:
+            return "the expert's output is not finite"
+        if not self.passed:
+            return f"relative L2 {self.relative_l2:.3g} against the exact expert, more than {self.bound:.3g}"
+        return "the kernel's bytes and the source's compute the same bits"
+
+
+def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """Turn ``--device`` into a device: ``auto`` is CUDA where it works. Raises ValueError when CUDA is missing."""
+    available = name != "cpu" and torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError(f"device cuda was asked for, but torch {torch.__version__} sees no usable CUDA device")
+    return torch.device("cuda" if available else "cpu")
+
+
+def sample_hidden_states(tokens: int, hidden: int, seed: int = 0) -> Tensor:
+    """Draw what a norm layer hands to an expert: standard normal BF16 ``[tokens, hidden]``, on the CPU."""
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _difference(what: str, a: Tensor, b: Tensor | int, origin: tuple[int, int] = (0, 0)) -> list[Difference]:
+    unequal = a != b
+    count = int(unequal.sum())
+    if not count:
+        return []
+    row, column = divmod(int(unequal.flatten().int().argmax()), unequal.shape[1])
+    return [Difference(what, count, (origin[0] + row, origin[1] + column))]
+
+
+def _stages(ours: Trace, expected: Trace) -> list[Difference]:
+    s = expected.gate.shape[1]
+    return [
+        *_difference("gate sums (token, channel)", ours.gate[:, :s], expected.gate),
+        *_difference("up sums (token, channel)", ours.up[:, :s], expected.up),
+        *_difference("activation codes (token, channel)", ours.codes[:, :s], expected.codes),
+        *_difference("activation scales (token, group)", ours.scale[:, : s // GROUP], expected.scale),
+        *_difference("output sums (token, hidden)", ours.output, expected.output),
+    ]
+
+
+def _padding(kernel: KernelLayout, ours: Trace, s: int) -> list[Difference]:
+    """Compare all beyond source width ``s`` with what it must be: the layout's bytes, and what the run made of them."""
+    g = s // GROUP
+    found = []
+    for name, read in (("gate", kernel.gate_rows), ("up", kernel.up_rows)):
+        codes, scale = read(s, kernel.width)
+        found += _difference(f"{name} weight padding (channel, hidden)", codes, PAD_WEIGHT, (s, 0))
+        found += _difference(f"{name} scale padding (channel, group)", scale, PAD_SCALE, (s, 0))
+    for start, stop in _chunks(kernel.hidden, 16 * kernel.width):
+        codes, scale = kernel.down_rows(start, stop)
+        found += _difference("down weight padding (hidden, channel)", codes[:, s:], PAD_WEIGHT, (start, s))
+        found += _difference("down scale padding (hidden, group)", scale[:, g:], PAD_SCALE, (start, g))
+    found += _difference("activation codes in padding (token, channel)", ours.codes[:, s:], 0, (0, s))
+    found += _difference("activation scales in padding (token, group)", ours.scale[:, g:], 0, (0, g))
+    return found
+
+
+def check_numerics(
+    kernel: KernelLayout,
+    source: SourceLayout,
+    hidden_states: Tensor | None = None,
+    *,
+    tokens: int = 32,
+    seed: int = 0,
+    limit: float | None = None,
+    device: torch.device | None = None,
+) -> NumericsResult:
+    """Prove that the kernel's bytes compute what the source does, bit for bit, and close to the exact expert.
+
+    ``hidden_states``: BF16 ``[t, hidden]``, by default `sample_hidden_states` of ``tokens`` and ``seed``. ``limit``:
+    the model's SwiGLU limit. The float64 sums are compared as well as the output: one changed weight may drown in BF16
+    and FP8 on its way to the output, but not before. Memory beside the weights: about 150 MiB for up to 256 tokens.
+
+    The bound on `relative_l2` is ``hypot(2**-4, noise / norm) + 2**-9``: requantisation errors may agree (all channels
+    at the limit: at most half a step of E4M3), be independent (`exact_expert`'s noise, which grows with cancellation in
+    down), and the output is rounded to BF16. Normal weights give 0.027 against a bound of 0.1; it catches a computation
+    that is wrong on both sides, whereas a wrong byte on one side is the bit comparison's to catch. Raises ValueError
+    when the hidden sizes differ or the kernel's width is the smaller one.
+    """
+    if kernel.hidden != source.hidden or kernel.width < source.width:
+        raise ValueError(f"kernel {kernel.hidden}x{kernel.width} cannot hold source {source.hidden}x{source.width}")
+    where = device or torch.device("cpu")
+    kernel, source = kernel.to(where), source.to(where)
+    x = sample_hidden_states(tokens, source.hidden, seed) if hidden_states is None else hidden_states
+    x = x.to(where)
+    ours, expected, exact = (
+        trace_expert(x, kernel, limit),
+        trace_expert(x, source, limit),
+        exact_expert(x, source, limit),
+    )
+    output = _difference("output (token, hidden)", ours.y.view(torch.int16), expected.y.view(torch.int16))
+    differences = (*_stages(ours, expected), *output, *_padding(kernel, ours, source.width))
+    norm = float(torch.linalg.vector_norm(exact.output))
+    bound = math.hypot(HALF_STEP, exact.noise / norm if norm else 0.0) + BF16_HALF_STEP
+    error = relative_l2(ours.y, exact.output)
+    finite = all(bool(t.isfinite().all()) for t in (ours.y, expected.y, exact.output))
+    return NumericsResult(
+        passed=not differences and finite and error <= bound,
+        bit_equal=not output,
+        differing=output[0].count if output else 0,
+        first=output[0].first if output else None,
+        differences=differences,
+        finite=finite,
+        relative_l2=error,
+        bound=bound,
+        tokens=len(x),
+        hidden=source.hidden,
+        source_width=source.width,
+        width=kernel.width,
+        device=str(where),
+    )

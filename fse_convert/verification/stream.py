@@ -1,0 +1,235 @@
+"""One pass over one file of the output: read in file order, hashed, and compared with what each piece must be.
+
+SHA-256 runs in a thread of its own (hashlib releases the GIL), XXH3-128 per tensor beside the comparison. Memory is
+bounded by a few buffers of `CHUNK` bytes per file, whatever the size of a tensor; a single row may exceed that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Protocol
+
+import xxhash
+
+from fse_convert.output.copying import read_into
+from fse_convert.verification.findings import Findings, Mismatch, Progress, hexadecimal
+
+CHUNK = 2 << 20
+"""Bytes that are read and compared at once."""
+BUFFERS = 4
+"""Chunks of the output in memory: one being compared, the others on their way through SHA-256."""
+AHEAD = 16 << 20
+"""How far in front of the reader the system is asked to read."""
+
+
+class Memory:
+    """Byte buffers that are used again and again, by purpose; each grows to the largest request."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, bytearray] = {}
+
+    def take(self, purpose: str, size: int) -> memoryview:
+        """A buffer of ``size`` bytes with arbitrary content, valid until the next call for the same purpose."""
+        buffer = self.buffers.get(purpose)
+        if buffer is None or len(buffer) < size:
+            buffer = self.buffers[purpose] = bytearray(max(size, min(CHUNK, 2 * size)))
+        return memoryview(buffer)[:size]
+
+
+class Expect(Protocol):
+    """Gives the bytes that a piece must hold, and whether a byte of it is padding."""
+
+    def __call__(self, memory: Memory) -> memoryview:
+        """The expected bytes."""
+
+    def is_padding(self, at: int) -> bool:
+        """Whether byte ``at`` of the piece is padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of a file: where it starts, how its bytes divide among tensors (name, bytes), and what they must be."""
+
+    start: int
+    parts: tuple[tuple[str, int], ...]
+    expect: Expect | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the range."""
+        return sum(size for _, size in self.parts)
+
+
+@dataclass(slots=True)
+class FileReport:
+    """What one pass found: mismatches, digests, and the bytes that were compared."""
+
+    name: str
+    findings: Findings = field(default_factory=Findings)
+    tensors: dict[str, str] = field(default_factory=dict)
+    compared: int = 0
+    size: int = 0
+    sha256: str = ""
+
+
+class InputFiles:
+    """Descriptors of files being read, opened when first needed; several threads may read at once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.open: dict[str, int] = {}
+        self.asked: dict[str, tuple[int, int]] = {}
+        self.lock = Lock()
+
+    def close(self) -> None:
+        """Close all of them."""
+        for fd in self.open.values():
+            os.close(fd)
+        self.open.clear()
+
+    def read(self, name: str, offset: int, into: memoryview) -> memoryview:
+        """Fill a buffer from a file at ``offset``; raises EOFError when the file ends early."""
+        with self.lock:
+            fd = self.open.get(name)
+            if fd is None:
+                fd = self.open[name] = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
+        self._read_ahead(name, fd, offset + len(into))
+        read_into(fd, into, offset)
+        return into
+
+    def _read_ahead(self, name: str, fd: int, offset: int) -> None:
+        """Ask the system for what comes next, a stretch at a time, so that the disk works while this compares."""
+        start, end = self.asked.get(name, (0, 0))
+        if not start <= offset <= end - AHEAD // 2:
+            begin = end if start <= offset <= end else offset
+            os.posix_fadvise(fd, begin, offset + AHEAD - begin, os.POSIX_FADV_WILLNEED)
+            self.asked[name] = (offset, offset + AHEAD)
+
+
+@contextmanager
+def input_files(root: Path) -> Iterator[InputFiles]:
+    """Open `InputFiles` and close them afterwards."""
+    files = InputFiles(root)
+    try:
+        yield files
+    finally:
+        files.close()
+
+
+class _Sha256:
+    """SHA-256 of a stream of buffers, in a thread; hands out the buffers and takes them back when they are hashed."""
+
+    def __init__(self) -> None:
+        self.free: SimpleQueue[bytearray] = SimpleQueue()
+        self.work: SimpleQueue[tuple[bytearray, int] | None] = SimpleQueue()
+        for _ in range(BUFFERS):
+            self.free.put(bytearray())
+        self.hash = hashlib.sha256()
+        self.thread = Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Sha256:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.work.put(None)
+        self.thread.join()
+
+    def take(self, size: int) -> bytearray:
+        """A buffer of at least ``size`` bytes."""
+        buffer = self.free.get()
+        return buffer if len(buffer) >= size else bytearray(max(size, min(CHUNK, 2 * size)))
+
+    def give(self, buffer: bytearray, size: int) -> None:
+        """Hash the first ``size`` bytes of a buffer that `take` gave, some time later."""
+        self.work.put((buffer, size))
+
+    def _run(self) -> None:
+        while (item := self.work.get()) is not None:
+            buffer, size = item
+            self.hash.update(memoryview(buffer)[:size])
+            self.free.put(buffer)
+
+
+def walk(out: InputFiles, name: str, pieces: Iterable[Piece], progress: Progress, *, whole: bool = True) -> FileReport:
+    """Read the pieces of one file in order, hash them, and compare each with what it must be.
+
+    ``whole``: the pieces make up the file, so that its SHA-256 is meaningful. Raises OSError, EOFError.
+    """
+    report = FileReport(name)
+    tensors = _TensorHashes(report.tensors)
+    memory = Memory()
+    found: dict[str, Mismatch] = {}
+    with _Sha256() as sha:
+        for piece in pieces:
+            size = piece.size
+            buffer = sha.take(size)
+            view = memoryview(buffer)[:size]
+            out.read(name, piece.start, view)
+            tensors.update(piece, view)
+            if piece.expect is not None:
+                expected = piece.expect(memory)
+                if not buffer.startswith(expected, 0, size) or len(expected) != size:
+                    _locate(name, piece, view, expected, found)
+                report.compared += size
+            report.size += size
+            sha.give(buffer, size)
+            progress(name, size, False)
+    tensors.finish()
+    report.findings.add(*found.values())
+    report.sha256 = sha.hash.hexdigest() if whole else ""
+    progress(name, 0, True)
+    return report
+
+
+class _TensorHashes:
+    """XXH3-128 of each tensor, from pieces in file order."""
+
+    def __init__(self, into: dict[str, str]) -> None:
+        self.into = into
+        self.name = ""
+        self.hash = xxhash.xxh3_128()
+
+    def update(self, piece: Piece, view: memoryview) -> None:
+        at = 0
+        for name, size in piece.parts:
+            if name != self.name:
+                self.finish()
+                self.name, self.hash = name, xxhash.xxh3_128()
+            self.hash.update(view[at : at + size])
+            at += size
+
+    def finish(self) -> None:
+        if self.name:
+            self.into[self.name] = self.hash.hexdigest()
+
+
+def _locate(name: str, piece: Piece, view: memoryview, expected: memoryview, found: dict[str, Mismatch]) -> None:
+    """Record the first wrong byte of every tensor in a piece, and how many there are."""
+    import torch
+
+    ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (view, expected))
+    at = 0
+    for tensor, size in piece.parts:
+        wrong = (ours[at : at + size] != theirs[at : at + size]).nonzero().flatten()
+        if len(wrong):
+            known = found.get(tensor)
+            first = at + int(wrong[0])
+            is_padding = piece.expect is not None and piece.expect.is_padding(first)
+            found[tensor] = Mismatch(
+                known.code if known else "padding" if is_padding else "bytes",
+                name,
+                tensor,
+                known.offset if known else piece.start + first,
+                known.expected if known else hexadecimal(expected[first : first + 1]),
+                known.found if known else hexadecimal(view[first : first + 1]),
+                (known.count if known else 0) + len(wrong),
+            )
+        at += size

@@ -1,1 +1,0 @@
-"""Proof: the bytes (storage), the numbers (reference) and the real kernel."""

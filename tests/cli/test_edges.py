@@ -1,0 +1,159 @@
+"""The command line where the world is odd: closed and full outputs, signals, files that must not be overwritten."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Make = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
+Digest = Callable[[Path], dict[str, str]]
+
+
+def shell(line: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run a shell line in which ``$0`` is the interpreter and ``$1`` and on are the arguments."""
+    command = ["bash", "-c", line, sys.executable, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+
+
+def test_a_report_is_never_written_into_the_checkpoint_or_over_something_else(
+    source: Make, run: Run, digest: Digest, tmp_path: Path
+) -> None:
+    root = source()
+    before = digest(root)
+    for inside in ("config.json", "new.html", "model-00001-of-00007.safetensors"):
+        assert run("inspect", root, "--html", root / inside)[0] == 2
+    precious = tmp_path / "precious"
+    precious.write_text("years of work")
+    code, _, err = run("inspect", root, "--html", precious)
+    assert code == 2
+    assert "error[report-exists]" in err
+    assert precious.read_text() == "years of work"
+    assert digest(root) == before
+    for _ in range(2):  # a report may replace a report
+        assert run("inspect", root, "--html", tmp_path / "report.html")[0] == 0
+
+
+def test_restore_refuses_an_output_that_lacks_files(made: Make, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(made(), out)[0] == 0
+    (out / "tokenizer_config.json").unlink()
+    shutil.rmtree(out / "inference")
+    code, _, err = run("restore", out, tmp_path / "restored")
+    assert code == 1
+    assert "error[file-missing]" in err
+    assert "tokenizer_config.json" in err
+    assert not (tmp_path / "restored").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"moe_intermediate_size": -1}, "config-width"),
+        ({"n_shared_experts": 2}, "config-width"),
+        ({"n_routed_experts": 5}, "config-experts"),
+        ({"hidden_size": 1024}, "config-hidden"),
+        ({"expert_dtype": "fp8"}, "config-expert-dtype"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization-method"),
+    ],
+)
+def test_the_gate_refuses_what_a_server_could_not_load(change: dict[str, object], error: str, source: Make, run: Run) -> None:
+    import json
+
+    root = source("v4-flash")
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps({**config, **change}))
+    code, _, err = run("inspect", root, "--require", "vllm-0.33")
+    assert code == 1
+    assert f"error[{error}]" in err
+
+
+def test_a_full_stdout_is_no_bug_and_no_answer(made: Make) -> None:
+    result = shell('"$0" -m fse_convert inspect "$1" --json > /dev/full', made())
+    assert result.returncode == 4
+    assert "error[output-lost]" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_closed_stdout_does_not_keep_the_work_from_being_done(made: Make, tmp_path: Path) -> None:
+    result = shell('"$0" -m fse_convert "$1" "$2" >&- 2>&-', made(), tmp_path / "out")
+    assert result.returncode == 0
+    assert (tmp_path / "out" / "fse" / "manifest.json").is_file()
+
+
+def test_a_closed_pipe_is_no_answer(made: Make, tmp_path: Path) -> None:
+    result = shell('"$0" -m fse_convert "$1" "$2" 2>/dev/null | true; exit ${PIPESTATUS[0]}', made(), tmp_path / "out")
+    assert result.returncode in (0, 141)
+    assert (tmp_path / "out" / "fse" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("flags", [[], ["-vv"], ["--log-json"]])
+def test_progress_that_nobody_reads_does_not_stop_the_work(flags: list[str], made: Make, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fse_convert", str(made()), str(tmp_path / "out"), *flags]
+    result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=writer, check=False)
+    os.close(writer)
+    assert result.returncode == 0
+    assert (tmp_path / "out" / "fse" / "manifest.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_have_their_codes(number: int, code: int, made: Make, tmp_path: Path) -> None:
+    source = made("v4.1-flash", layers=6, hidden=1024, width=640, experts=16)
+    command = [sys.executable, "-m", "fse_convert", str(source), str(tmp_path / "out"), "--json"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / ".out.fse-partial").exists():
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, err = process.communicate()
+    assert process.returncode == code
+    assert "Traceback" not in err
+    if out:  # within the time that a stopped run has
+        assert f'"exit_code": {code}' in out
+
+
+def test_bare_command_is_help(run: Run) -> None:
+    code, out, err = run()
+    assert code == 0
+    assert "Usage: fse-convert" in out
+    assert err == ""
+
+
+def test_numpy_is_not_missed(made: Make, tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    command = [sys.executable, "-m", "fse_convert", str(made()), str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert "NumPy" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("fse-convert ins", "inspect"),
+        ("fse-convert checkpoint out --tar", "--target"),
+        ("fse-convert checkpoint out --target megamoe-5", "megamoe-512"),
+        ("fse-convert inspect x --require vllm-0.33", "vllm-0.33"),
+    ],
+)
+def test_the_shell_completes(words: str, offered: str) -> None:
+    env = {**os.environ, "_FSE_CONVERT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "fse_convert"]
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
+    assert f"plain,{offered}" in shown.split()
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(name: str, run: Run) -> None:
+    code, out, err = run("completion", name)
+    assert (code, err) == (0, "")
+    assert "_FSE_CONVERT_COMPLETE" in out

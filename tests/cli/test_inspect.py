@@ -1,0 +1,401 @@
+"""`fse-convert inspect` as users and CI jobs run it: exit codes, forms of output, broken checkpoints, imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from releases import FROM_031
+
+from fse_convert.errors import ExitCode
+
+Run = Callable[..., tuple[int, str, str]]
+Made = Callable[..., Path]
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def v41(made: Made) -> Path:
+    """V4.1's own widths, few layers."""
+    return made(hidden=5120, width=2304, layers=3, experts=2, mtp=2, sparse=True)
+
+
+@pytest.fixture(scope="session")
+def v41_padded(made: Made) -> Path:
+    return made(hidden=5120, width=2560, layers=3, experts=2, mtp=2, sparse=True)
+
+
+def test_the_first_lines_answer_the_question(run: Run, v41: Path) -> None:
+    code, out, err = run("inspect", v41)
+    assert (code, err) == (ExitCode.OK, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("DeepSeek-V4 (deepseek_v41), ")
+    assert "layers.0..2.ffn (3)  2 x MXFP4, 2304 wide  shared FP8 32x32 E8M0, 2304 wide" in lines[1]
+    assert "vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as it is." in lines[3:6]
+    assert max(map(len, lines)) <= 100
+    assert len(lines[: next(i for i, line in enumerate(lines) if line.startswith("AITER FSE"))]) <= 20
+    assert len(lines) <= 50
+
+
+def test_a_strip_has_a_cell_per_layer_and_the_drafter_apart(run: Run, v41: Path) -> None:
+    _, out, _ = run("inspect", v41)
+    strips = dict(re.findall(r"^  (\S+) +([█░x!?#-]{3} [█░x!?#-]{2})  ", out, re.MULTILINE))
+    assert strips[FROM_031] == "███ ██"
+    assert strips["vllm-0.30"] == "░░░ ░░"
+    assert strips["sglang-0.5.21"] == "xxx xx"
+    assert "no path for this model: vllm-0.29, sglang-0.5.20" in out
+    assert "  1 width-ratio: shared width 2304 is no multiple of the routed width 2560" in out
+
+
+def test_a_mixed_model_is_seen_at_a_glance(run: Run, made: Made) -> None:
+    _, out, _ = run("inspect", made("quark-mxfp4", layers=4, mtp=1))
+    assert re.search(re.escape(FROM_031) + r" +░░░░ █  mixed 1/5", out)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_cells_are_ascii_where_the_terminal_is(v41: Path, encoding: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    out = subprocess.run(
+        [sys.executable, "-m", "fse_convert", "inspect", v41], capture_output=True, env=environment, check=True
+    ).stdout
+    assert ("### ##" in out.decode(encoding)) == (encoding == "ascii")
+    assert b"\x1b[" not in out
+
+
+@pytest.mark.parametrize(
+    ("required", "code"),
+    [
+        (("vllm-0.33",), ExitCode.OK),
+        (("vllm-0.33", "sglang-0.5.23"), ExitCode.OK),
+        (("vllm-0.33", "vllm-0.30"), ExitCode.NO),
+        (("vllm-0.33-aiter",), ExitCode.NO),
+        (("megamoe-128",), ExitCode.OK),
+        (("atom",), ExitCode.NO),
+    ],
+)
+def test_required_targets_decide_the_exit_code_and_say_why(run: Run, v41: Path, required: tuple[str, ...], code: ExitCode) -> None:
+    options = [part for name in required for part in ("--require", name)]
+    got, _, err = run("inspect", v41, *options)
+    assert got == code
+    assert ("error[not-fused]: " in err) == (code is ExitCode.NO)
+    if "vllm-0.30" in required:
+        assert "vllm-0.30 does not fuse every layer: width-ratio: shared width 2304 is no multiple" in err
+
+
+def test_a_padded_checkpoint_passes_where_the_source_did_not(run: Run, v41_padded: Path) -> None:
+    code, out, _ = run("inspect", v41_padded, "--require", "vllm-0.30")
+    assert code == ExitCode.OK
+    assert "vLLM >= 0.30 and SGLang >= 0.5.23 fuse this checkpoint as it is." in out
+
+
+def test_the_output_of_a_conversion_can_be_inspected(run: Run, made: Made, tmp_path: Path) -> None:
+    source = made(width=384)
+    assert run("inspect", source, "--require", "megamoe-512")[0] == ExitCode.NO
+    assert run(source, tmp_path / "out", "--target", "megamoe-512")[0] == ExitCode.OK
+    code, out, _ = run("inspect", tmp_path / "out", "--require", "megamoe-512")
+    assert code == ExitCode.OK
+    assert "converted by fse-convert" in out.splitlines()[0]
+
+
+def test_targets_can_be_named(run: Run, v41: Path) -> None:
+    _, out, _ = run("inspect", v41, "--target", "vllm-0.29", "--target", "megamoe-512", "--require", "vllm-0.31")
+    assert re.findall(r"^  (vllm\S*|megamoe\S*|sglang\S*|atom) ", out, re.MULTILINE) == ["megamoe-512", "vllm-0.29", "vllm-0.31"]
+    assert "vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as it is." in out
+
+
+def test_a_mistyped_target_is_a_usage_error(run: Run, v41: Path) -> None:
+    for option in ("--target", "--require"):
+        code, _, err = run("inspect", v41, option, "vllm-0.3")
+        assert code == ExitCode.USAGE
+        assert "did you mean" in err
+
+
+def _json(run: Run, *args: object) -> tuple[int, dict[str, Any]]:
+    code, out, _ = run("inspect", *args)
+    found: dict[str, Any] = json.loads(out)
+    return code, found
+
+
+def test_json_is_one_object_with_every_target_and_figure(run: Run, v41: Path) -> None:
+    code, found = _json(run, v41, "--json", "--ep", 4, "--tp", 2)
+    assert code == ExitCode.OK
+    assert (found["schema_version"], found["ok"], found["exit_code"]) == (1, True, 0)
+    assert [d["name"] for d in found["layers"]] == [f"layers.{i}.ffn" for i in range(3)] + ["mtp.0.ffn", "mtp.1.ffn"]
+    targets = {t["target"]: t for t in found["targets"]}
+    assert {t["question"] for t in targets.values()} == {"native-megamoe", "aiter-fse", "slots"}
+    vllm = targets["vllm-0.30"]
+    assert vllm["verdict"] == "unfused"
+    assert list(vllm["layers"]) == ["unfused"]
+    assert [(r["code"], len(r["layers"])) for r in vllm["reasons"]] == [("width-ratio", 5)]
+    assert targets["vllm-0.33"]["reasons"] == []
+    assert found["costs"]["serving"] == {"tp": 2, "ep": 4}
+    shared = found["costs"]["shared_per_rank"]
+    assert shared["twice"] == 2 * shared["once"] == 4 * shared["sharded"]
+    assert found["costs"]["padding"]["megamoe-512"]["new_width"] == 2560
+    assert found["advice"]["command"] == "fse-convert CHECKPOINT OUT --target megamoe-512 --tp 2"
+    assert found["quantization"]["weight_block_size"] == [32, 32]
+
+
+def test_json_tells_of_required_targets(run: Run, v41: Path) -> None:
+    code, found = _json(run, v41, "--format", "json", "--require", "vllm-0.30", "--require", "vllm-0.33")
+    assert code == found["exit_code"] == ExitCode.NO
+    assert found["ok"] is False
+    assert found["required"] == [
+        {"target": "vllm-0.30", "fused": False, "passed": False},
+        {"target": "vllm-0.33", "fused": True, "passed": True},
+    ]
+
+
+def test_a_target_that_would_fuse_wrongly_does_not_pass_the_gate(run: Run, v41: Path) -> None:
+    """vLLM 0.30 on ROCm says yes by the config, though routed and shared experts are stored otherwise: it would load wrongly."""
+    code, found = _json(run, v41, "--format", "json", "--require", "vllm-0.30-aiter")
+    assert code == ExitCode.NO
+    assert found["required"] == [{"target": "vllm-0.30-aiter", "fused": True, "passed": False}]
+
+
+@pytest.mark.parametrize("form", [("--json",), ("--format", "json"), ("--format=json",)])
+def test_json_on_failure_too(run: Run, tmp_path: Path, form: tuple[str, ...]) -> None:
+    code, out, err = run("inspect", tmp_path / "nothing", *form)
+    assert code == ExitCode.INVALID
+    assert json.loads(out)["problems"][0]["code"] == "no-such-folder"
+    assert "no such folder" in err
+
+
+def test_markdown_has_tables_that_github_renders(run: Run, v41: Path) -> None:
+    code, out, _ = run("inspect", v41, "--format", "markdown", "--require", "vllm-0.33")
+    assert code == ExitCode.OK
+    assert out.startswith(f"## {v41}\n")
+    assert "- :white_check_mark: required: `vllm-0.33`" in out
+    assert f"| {FROM_031} | :white_check_mark: fused |  |  |" in out
+    assert "| vllm-0.30 | :x: not fused | all | 1 |" in out
+    tables = [line for line in out.splitlines() if line.startswith("|")]
+    for line in tables:
+        assert line.endswith("|")
+    assert "1. `width-ratio`: shared width 2304" in out
+
+
+def test_markdown_names_the_layers_that_differ(run: Run, made: Made) -> None:
+    _, out, _ = run("inspect", made("quark-mxfp4", layers=4, mtp=1), "--format", "markdown")
+    assert f"| {FROM_031} | :x: mixed 1/5 | `layers.0..3.ffn (4)` | " in out
+
+
+def test_github_annotations_come_before_the_markdown(run: Run, v41: Path) -> None:
+    code, out, _ = run("inspect", v41, "--format", "github", "--require", "vllm-0.30", "--require", "vllm-0.30-aiter")
+    assert code == ExitCode.NO
+    lines = out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("## "))
+    assert lines[0].startswith("::error title=vllm-0.30 does not fuse::width-ratio: shared width 2304")
+    assert any(line.startswith("::error title=vllm-0.30-aiter does not fuse::aiter-storage-differs") for line in lines[:first])
+    assert not any(line.startswith("::") for line in lines[first:])
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.foreign: list[str] = []
+        self.cells = 0
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.foreign += [f"{tag} {v}" for k, v in attrs if k in ("src", "href") and v]
+        self.foreign += [tag] if tag in ("script", "link", "img", "iframe") else []
+        self.cells += tag == "i" and values.get("class") != "gap"
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_one_file_that_needs_nothing_else(run: Run, v41: Path, tmp_path: Path) -> None:
+    code, _, _ = run("inspect", v41, "--html", tmp_path / "report.html", "--target", "vllm-0.30", "--target", "vllm-0.33")
+    assert code == ExitCode.OK
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    links = _Links()
+    links.feed(page)
+    assert links.foreign == []
+    assert links.open == []
+    assert links.cells == 2 * 5
+    assert "url(" not in page
+    assert 'title="layers.0.ffn: unfused (width-ratio)"' in page
+
+
+def test_html_that_cannot_be_written_is_an_environment_error(run: Run, v41: Path, tmp_path: Path) -> None:
+    code, _, err = run("inspect", v41, "--html", tmp_path / "missing" / "report.html")
+    assert code == ExitCode.ENVIRONMENT
+    assert "report.html" in err
+
+
+def test_names_of_a_checkpoint_cannot_break_a_report(run: Run, source: Made, tmp_path: Path) -> None:
+    root = source()
+    config = json.loads((root / "config.json").read_text())
+    config["model_type"] = "<script>alert(1)</script>|a\n::error::x"
+    (root / "config.json").write_text(json.dumps(config))
+    _, out, _ = run("inspect", root, "--format", "github", "--html", tmp_path / "r.html", "--require", "vllm-0.33")
+    assert "<script" not in (tmp_path / "r.html").read_text()
+    assert not any("<script" in line for line in out.splitlines() if not line.startswith("::"))
+    assert not any(line.startswith("::error::x") for line in out.splitlines())
+
+
+def test_all_problems_of_a_broken_checkpoint_in_one_run(run: Run, source: Made) -> None:
+    root = source()
+    names = sorted(p.name for p in root.glob("*.safetensors"))
+    (root / names[0]).write_bytes((root / names[0]).read_bytes()[:-5])
+    (root / names[1]).unlink()
+    index = json.loads((root / "model.safetensors.index.json").read_text())
+    index["weight_map"]["ghost.weight"] = names[2]
+    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((root / "config.json").read_text())
+    config["text_config"]["n_routed_experts"] = 77
+    (root / "config.json").write_text(json.dumps(config))
+    code, out, err = run("inspect", root)
+    assert code == ExitCode.INVALID
+    for problem in ("shard-truncated", "shard-missing", "tensor-missing"):
+        assert f"error[{problem}]" in err
+    assert "n_routed_experts is 77" in out
+    assert "projection-missing" not in err
+
+
+def _rename(root: Path, change: Callable[[str], str]) -> None:
+    """Rename tensors in every header and in the index."""
+    for shard in root.glob("*.safetensors"):
+        raw = shard.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = {change(name): entry for name, entry in json.loads(raw[8 : 8 + length]).items()}
+        encoded = json.dumps(header).encode()
+        shard.write_bytes(len(encoded).to_bytes(8, "little") + encoded + raw[8 + length :])
+    index = json.loads((root / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {change(name): shard for name, shard in index["weight_map"].items()}
+    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_problems_of_files_and_of_layers_are_shown_together(run: Run, source: Made) -> None:
+    root = source(layers=4)
+    _rename(root, lambda name: name.replace("shared_experts.w3.scale", "shared_experts.w9.scale"))
+    lost = json.loads((root / "model.safetensors.index.json").read_text())["weight_map"]["layers.2.ffn.shared_experts.w1.scale"]
+    (root / lost).unlink()
+    (root / "stray.safetensors").write_bytes(b"\0" * 3)
+    code, out, err = run("inspect", root)
+    assert code == ExitCode.INVALID
+    assert f"error[shard-missing]: the index lists this shard, the folder has no such file\n  where: {lost}" in err
+    assert "error[shard-unlisted]" in err
+    assert "error[scale-missing]" in err
+    assert "layers.0.ffn.shared_experts.w3.weight; the same in 3 more places" in err
+    assert "layers.2" not in err
+    assert "expert-unknown" in out
+
+
+def test_where_nothing_can_be_read_there_is_no_report(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("inspect", tmp_path)
+    assert (code, out) == (ExitCode.INVALID, "")
+    assert "error[file-missing]" in err
+    assert "error[no-weights]" in err
+
+
+def test_a_dense_model_has_nothing_to_fuse(run: Run, source: Made) -> None:
+    root = source("v3", layers=1, dense=1, mtp=0)
+    code, out, _ = run("inspect", root)
+    assert code == ExitCode.OK
+    assert "no layers with experts under the names of this family" in out
+    assert run("inspect", root, "--require", "vllm-0.33-aiter")[0] == ExitCode.NO
+
+
+@pytest.mark.parametrize("form", ["json", "github", "markdown", "text"])
+def test_a_broken_checkpoint_in_every_form(run: Run, source: Made, form: str) -> None:
+    root = source()
+    next(root.glob("*.safetensors")).unlink()
+    code, out, err = run("inspect", root, "--format", form)
+    assert code == ExitCode.INVALID
+    assert "shard-missing" in err
+    assert form != "text" or "Broken, see the errors" in out
+    if form == "json":
+        found = json.loads(out)
+        assert (found["ok"], found["exit_code"], found["problems"][0]["code"]) == (False, 3, "shard-missing")
+    elif form == "github":
+        assert out.startswith("::error title=shard-missing::")
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "github", "json"])
+def test_an_unknown_family_is_described_and_not_guessed(run: Run, source: Made, form: str, tmp_path: Path) -> None:
+    root = source()
+    config = json.loads((root / "config.json").read_text())
+    config["model_type"] = "newcomer"
+    config["text_config"]["model_type"] = "newcomer_text"
+    (root / "config.json").write_text(json.dumps(config))
+    code, out, _ = run("inspect", root, "--format", form, "--html", tmp_path / "r.html")
+    assert code == ExitCode.OK
+    assert "newcomer" in out
+    assert "layers.N.ffn.experts.N.w1.weight" in out
+    assert "layers.N.ffn.experts.N.w1.weight" in (tmp_path / "r.html").read_text()
+    assert run("inspect", root, "--require", "vllm-0.33")[0] == ExitCode.NO
+
+
+def test_a_contradicting_config_is_noted(run: Run, source: Made) -> None:
+    root = source()
+    config = json.loads((root / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [128, 128]
+    (root / "config.json").write_text(json.dumps(config))
+    code, out, _ = run("inspect", root)
+    assert code == ExitCode.OK
+    assert "note[config-block]: config.json: weight_block_size is [128, 128], experts are stored as FP8 32x32 E8M0" in " ".join(
+        out.split()
+    )
+    code, _, err = run(root, root.parent / "out", "--dry-run")
+    assert code == ExitCode.INVALID
+    assert "error[config-block]" in err
+
+
+@pytest.mark.parametrize("args", [(), ("--format", "markdown"), ("--json",), ("--html", "report.html")])
+def test_neither_torch_nor_rich_is_imported(v41: Path, tmp_path: Path, args: tuple[str, ...]) -> None:
+    script = textwrap.dedent(
+        """
+        import sys
+        from fse_convert.cli import main
+        try:
+            main(sys.argv[1:])
+        except SystemExit as e:
+            assert not e.code, e.code
+        heavy = {"torch", "rich", "numpy", "safetensors", "huggingface_hub"} & set(sys.modules)
+        assert not heavy, heavy
+        """
+    )
+    subprocess.run([sys.executable, "-c", script, "inspect", str(v41), *args], check=True, capture_output=True, cwd=tmp_path)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = "import sys; from fse_convert.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    script += "print(sorted({'torch', 'rich', 'numpy', 'asyncio', 'concurrent.futures'} & set(sys.modules)), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_the_publish_gate_of_the_examples(v41: Path, v41_padded: Path, tmp_path: Path) -> None:
+    """The shell step of examples/publish-gate.yml, run as GitHub Actions runs it."""
+    text = (REPOSITORY / "examples" / "publish-gate.yml").read_text(encoding="utf-8")
+    step = re.search(r"run: \|\n((?: {10}.*\n)+)", text)
+    assert step is not None
+    script = tmp_path / "step.sh"
+    script.write_text(textwrap.dedent(step[1]).replace("--require vllm-0.33", "--require vllm-0.30"), encoding="utf-8")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    assert shutil.which("fse-convert", path=path)
+    for root, code in ((v41, ExitCode.NO), (v41_padded, ExitCode.OK)):
+        summary = tmp_path / f"summary-{int(code)}.md"
+        environment = {**os.environ, "PATH": path, "CHECKPOINT": str(root), "GITHUB_STEP_SUMMARY": str(summary)}
+        shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(script)]
+        done = subprocess.run(shell, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        assert done.returncode == code, done.stderr
+        assert done.stdout.startswith("::error title=vllm-0.30 does not fuse::") == (code is ExitCode.NO)
+        assert summary.read_text(encoding="utf-8").startswith("## ")
+        assert "::error" not in summary.read_text(encoding="utf-8")
+        assert (tmp_path / "report.html").exists()

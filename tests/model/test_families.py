@@ -1,0 +1,220 @@
+"""Every family's names and config keys, as its own releases spell them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from in_memory import PROJ, Tensors, W, description_of, expert
+
+from fse_convert.model.families import FAMILIES, find_family
+from fse_convert.model.moe import LayerKind, Role
+
+HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
+
+
+@dataclass(frozen=True)
+class Release:
+    """One model type: its config, and prefixes of a decoder layer's block and of the drafter's."""
+
+    family: str
+    model_type: str
+    decoder: str
+    mtp: str = ""
+    routed: tuple[str, str, str] = PROJ
+    shared: str = "shared_experts"
+    shared_names: tuple[str, str, str] = PROJ
+    beside: str = ""
+    shared_width: int = WIDTH
+    n_shared: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+    nested: bool = False
+    gate: bool = False
+
+
+COUNT = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": WIDTH, "num_nextn_predict_layers": 1}
+OWN = {"num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": 64}
+V3, V3_MTP = "model.layers.{}.mlp", "model.layers.2.mlp"
+VL = "model.language_model.layers.{}.mlp"
+SPARSE = "model.layers.{}.block_sparse_moe"
+RELEASES = (
+    Release("DeepSeek-V4", "deepseek_v4", "layers.{}.ffn", "mtp.0.ffn", W, shared_names=W, config=COUNT),
+    Release("DeepSeek-V4", "deepseek_v41", "layers.{}.ffn", "mtp.0.ffn", W, shared_names=W, config=COUNT, nested=True),
+    Release("DeepSeek-V3", "deepseek_v2", V3, config=COUNT | {"n_shared_experts": 2}, n_shared=2, shared_width=2 * WIDTH),
+    Release("DeepSeek-V3", "deepseek_v3", V3, V3_MTP, config=COUNT),
+    Release("DeepSeek-V3", "deepseek_v32", V3, V3_MTP, config=COUNT),
+    Release("Kimi-K2", "kimi_k2", V3, config=COUNT),
+    Release("Kimi-K2", "kimi_k25", "language_model.model.layers.{}.mlp", config=COUNT, nested=True),
+    Release("GLM-4-MoE", "glm4_moe", V3, V3_MTP, config=COUNT),
+    Release("GLM-4-MoE", "glm4v_moe", VL, config=COUNT, nested=True),
+    Release("GLM-5", "glm_moe_dsa", V3, V3_MTP, config=COUNT),
+    Release("GLM-5", "glm5_next", VL, config=COUNT, nested=True),
+    Release("AXK1", "axk1", V3, config=COUNT),
+    Release(
+        "MiniMax-M3", "minimax_m3_vl", "language_model.model.layers.{}.block_sparse_moe",
+        "language_model.model.mtp.layers.0.block_sparse_moe", W, nested=True,
+        config={
+            "num_local_experts": EXPERTS, "n_shared_experts": 1, "intermediate_size": WIDTH, "dense_intermediate_size": 512,
+            "shared_intermediate_size": WIDTH, "num_mtp_modules": 1,
+        },
+    ),
+    Release(
+        "Kimi-Linear", "kimi_linear", SPARSE, routed=W,
+        config={"num_experts": EXPERTS, "num_shared_experts": 1, "moe_intermediate_size": WIDTH},
+    ),
+    Release(
+        "Kimi-K3", "kimi_k3", "language_model.layers.{}.block_sparse_moe", "language_model.layers.2.block_sparse_moe", W,
+        config={"num_experts": EXPERTS, "num_shared_experts": 1, "moe_intermediate_size": WIDTH}, nested=True,
+    ),
+    Release("Qwen3-Next", "qwen3_next", V3, "mtp.layers.0.mlp", shared="shared_expert", shared_width=64, config=OWN, gate=True),
+    Release(
+        "Qwen3.5", "qwen3_5_moe", VL, "mtp.layers.0.mlp", shared="shared_expert", shared_width=64, config=OWN,
+        nested=True, gate=True,
+    ),
+    Release("Qwen3.5", "qwen4_exp_text", V3, "mtp.layers.0.mlp", shared="shared_expert", shared_width=64, config=OWN, gate=True),
+    Release("Alice AI", "alice_ai", V3, "mtp.layers.0.mlp", shared="shared_expert", shared_width=64, config=OWN, gate=True),
+    Release(
+        "Ernie-4.5", "ernie4_5_moe", V3, shared_width=2 * WIDTH, n_shared=2,
+        config={"moe_num_experts": EXPERTS, "moe_num_shared_experts": 2, "moe_intermediate_size": WIDTH},
+    ),
+    Release(
+        "Hunyuan", "hunyuan_v1_moe", V3, shared="shared_mlp",
+        config={"num_experts": EXPERTS, "num_shared_expert": [1, 1], "moe_intermediate_size": [WIDTH, WIDTH]},
+    ),
+    Release(
+        "Hunyuan-V3", "hy_v3", V3, V3_MTP, shared="shared_mlp",
+        config={"num_experts": EXPERTS, "num_shared_experts": 1, "moe_intermediate_size": WIDTH},
+    ),
+    Release("Hunyuan-V4", "hy_v4", V3, V3_MTP, config=COUNT),
+    Release("dots", "dots1", V3, config=COUNT),
+    Release("dots3-note", "dots3_note_text", V3, config=COUNT | {"shared_experts_intermediate_size": 64}, shared_width=64),
+)  # fmt: skip
+
+
+def tensors_of(release: Release) -> Tensors:
+    found: Tensors = {
+        "model.embed_tokens.weight": ("BF16", (8, HIDDEN)),
+        "model.layers.0.mlp.gate.e_score_correction_bias": ("F32", (3,)),
+    }
+    for block in [*(release.decoder.format(i) for i in range(LAYERS)), *([release.mtp] if release.mtp else [])]:
+        for e in range(EXPERTS):
+            found |= expert(f"{block}.experts.{e}", "bf16", WIDTH, HIDDEN, release.routed)
+        found |= expert(f"{block}.{release.shared}", "bf16", release.shared_width, HIDDEN, release.shared_names)
+        if release.gate:
+            found[f"{block}.{release.shared}_gate.weight"] = ("BF16", (1, HIDDEN))
+    return found
+
+
+def config_of(release: Release) -> dict[str, Any]:
+    inner = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, **release.config}
+    if release.nested:
+        return {"model_type": release.model_type, "text_config": {"model_type": f"{release.model_type}_text", **inner}}
+    return {"model_type": release.model_type, **inner}
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_a_releases_names_are_understood_to_the_last_tensor(release: Release) -> None:
+    found = description_of(config_of(release), tensors_of(release))
+    assert found.family is not None
+    assert found.family.name == release.family
+    assert found.problems == ()
+    assert found.conflicts == ()
+    decoder = [d for d in found.layers if d.layer.kind is LayerKind.DECODER]
+    mtp = [d for d in found.layers if d.layer.kind is LayerKind.MTP]
+    assert [(d.layer.name, d.layer.index) for d in decoder] == [(release.decoder.format(i), i) for i in range(LAYERS)]
+    assert [(d.layer.name, d.layer.index) for d in mtp] == ([(release.mtp, 0)] if release.mtp else [])
+    for d in found.layers:
+        assert d.routed is not None
+        assert d.shared is not None
+        assert (len(d.layer.routed), d.routed.width, d.shared.width) == (EXPERTS, WIDTH, release.shared_width)
+        assert bool(d.layer.gate_tensor) is release.gate is found.family.gated
+    assert found.n_shared == release.n_shared
+    assert found.section == ("text_config" if release.nested else "")
+
+
+def test_a_gated_familys_gate_must_be_there() -> None:
+    release = next(r for r in RELEASES if r.gate)
+    tensors = {n: i for n, i in tensors_of(release).items() if not n.startswith(f"{release.decoder.format(1)}.shared_expert_gate")}
+    found = description_of(config_of(release), tensors)
+    assert [(p.code, p.where) for p in found.problems] == [("gate-missing", f"{release.decoder.format(1)}.shared_expert")]
+
+
+def test_every_family_of_the_table_is_tried() -> None:
+    tried = {r.family for r in RELEASES} | {"Llama 4", "Step-5"}
+    assert tried == {f.name for f in FAMILIES}
+
+
+def test_model_types_belong_to_one_family_each() -> None:
+    types = [t for f in FAMILIES for t in f.model_types]
+    assert len(types) == len(set(types))
+    assert all(f.source for f in FAMILIES)
+
+
+def test_patterns_compile_and_take_no_more_than_a_block() -> None:
+    for family in FAMILIES:
+        pattern = family.pattern
+        assert isinstance(pattern, re.Pattern)
+        assert pattern.fullmatch("vision_tower.layers.0.mlp") is None
+
+
+def test_llama4_experts_are_stacked_and_said_to_be() -> None:
+    prefix = "language_model.model.layers.{}.feed_forward"
+    tensors: Tensors = {}
+    for i in range(LAYERS):
+        tensors[f"{prefix.format(i)}.experts.gate_up_proj"] = ("BF16", (EXPERTS, HIDDEN, 2 * WIDTH))
+        tensors[f"{prefix.format(i)}.experts.down_proj"] = ("BF16", (EXPERTS, WIDTH, HIDDEN))
+        tensors |= expert(f"{prefix.format(i)}.shared_expert", "bf16", WIDTH, HIDDEN, PROJ)
+    config = {
+        "model_type": "llama4",
+        "text_config": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS, "num_hidden_layers": 2},
+    }
+    found = description_of(config, tensors)
+    assert [p.code for p in found.problems] == ["experts-stacked"] * LAYERS
+    assert "one 3-D tensor, BF16 [3, 256, 256]" in found.problems[0].message
+    assert all(d.shared and d.shared.width == WIDTH and d.routed is None for d in found.layers)
+
+
+@pytest.mark.parametrize("shared", ["share_expert", "moe.share_expert"])
+def test_step5_holds_stacked_experts_in_the_block_and_the_shared_one_beside_it(shared: str) -> None:
+    tensors: Tensors = {}
+    for i in (1, 2):
+        for name, shape in (("gate_proj", (4, WIDTH, HIDDEN)), ("up_proj", (4, WIDTH, HIDDEN)), ("down_proj", (4, HIDDEN, WIDTH))):
+            tensors[f"model.layers.{i}.moe.{name}.weight"] = ("BF16", shape)
+        tensors[f"model.layers.{i}.moe.router_bias"] = ("F32", (4,))
+        tensors |= expert(f"model.layers.{i}.{shared}", "bf16", WIDTH, HIDDEN, PROJ)
+    tensors |= {f"model.layers.0.mlp.{p}.weight": ("BF16", (WIDTH, HIDDEN)) for p in PROJ}
+    config = {
+        "model_type": "step5",
+        "moe_num_experts": 4,
+        "moe_intermediate_size": WIDTH,
+        "share_expert_dim": WIDTH,
+        "num_hidden_layers": 2,
+    }
+    found = description_of(config, tensors)
+    assert [(d.layer.name, d.layer.kind.value) for d in found.layers] == [
+        ("model.layers.1.moe", "decoder"),
+        ("model.layers.2.moe", "mtp"),
+    ]
+    assert {p.code for p in found.problems} == {"experts-stacked"}
+    assert all(d.shared and d.shared.width == WIDTH for d in found.layers)
+    assert found.layers[0].layer.shared is not None
+    assert found.layers[0].layer.shared.projections[Role.GATE].name == f"model.layers.1.{shared}.gate_proj"
+
+
+def test_a_family_is_found_by_the_text_models_type_too() -> None:
+    assert find_family({"model_type": "kimi_vl", "text_config": {"model_type": "deepseek_v3"}}) is not None
+    assert find_family({"model_type": "mixtral"}) is None
+    assert find_family({}) is None
+
+
+def test_numbers_are_read_where_the_widths_are_and_lists_of_equal_numbers_count_as_one() -> None:
+    family = find_family({"model_type": "deepseek_v41"})
+    assert family is not None
+    config = {"num_hidden_layers": 9, "text_config": {"moe_intermediate_size": 5, "num_hidden_layers": 7, "n": [3, 3], "m": [3, 4]}}
+    assert family.number(config, "num_hidden_layers") == 7
+    assert family.number(config, "n") == 3
+    assert family.number(config, "m") is None
+    assert family.number(config, None) is None
+    assert family.number({"moe_intermediate_size": True}, "moe_intermediate_size") is None

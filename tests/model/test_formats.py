@@ -1,0 +1,145 @@
+"""Storage formats as headers alone show them, and things that only look alike told apart."""
+
+from __future__ import annotations
+
+import pytest
+from in_memory import matrix
+
+from fse_convert.checkpoint.header import TensorInfo
+from fse_convert.model.formats import NVFP4_GROUP, Format, FormatError, Kind, NaN, Tile, read_format
+
+N, K = 256, 512
+
+
+def parts(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+    return {suffix: TensorInfo(f"m.{suffix}", "s", dtype, shape, 0, 0) for suffix, (dtype, shape) in tensors.items()}
+
+
+def read(store: str, hint: tuple[int, int] | None = None, n: int = N, k: int = K) -> Format:
+    return read_format(parts(**matrix(store, n, k)), hint)
+
+
+@pytest.mark.parametrize(
+    ("store", "kind", "block", "label"),
+    [
+        ("bf16", Kind.PLAIN, None, "BF16"),
+        ("f16", Kind.PLAIN, None, "F16"),
+        ("fp8-128", Kind.FP8_BLOCK, (128, 128), "FP8 128x128 E8M0"),
+        ("fp8-32", Kind.FP8_BLOCK, (32, 32), "FP8 32x32 E8M0"),
+        ("fp8-32-u8", Kind.FP8_BLOCK, (32, 32), "FP8 32x32 E8M0 (U8)"),
+        ("fp8-128-f32", Kind.FP8_BLOCK, (128, 128), "FP8 128x128 F32"),
+        ("fp8-128-bf16", Kind.FP8_BLOCK, (128, 128), "FP8 128x128 BF16"),
+        ("mxfp8", Kind.FP8_BLOCK, (1, 32), "MXFP8"),
+        ("mxfp8-u8", Kind.FP8_BLOCK, (1, 32), "MXFP8 (U8 scales)"),
+        ("fp8-tensor", Kind.FP8_TENSOR, None, "FP8 per tensor"),
+        ("fp8-channel", Kind.FP8_CHANNEL, None, "FP8 per channel"),
+        ("mxfp4", Kind.MXFP4, (1, 32), "MXFP4"),
+        ("mxfp4-u8", Kind.MXFP4, (1, 32), "MXFP4"),
+        ("mxfp4-packed", Kind.MXFP4, (1, 32), "MXFP4"),
+        ("nvfp4", Kind.NVFP4, (1, NVFP4_GROUP), "NVFP4"),
+        ("nvfp4-packed", Kind.NVFP4, (1, NVFP4_GROUP), "NVFP4"),
+    ],
+)
+def test_a_format_is_read_from_dtypes_and_shapes(store: str, kind: Kind, block: tuple[int, int] | None, label: str) -> None:
+    f = read(store)
+    assert (f.kind, f.block, f.label, f.shape) == (kind, block, label, (N, K))
+    assert set(f.tiles) == set(matrix(store, N, K))
+    assert all(f.tiles[s] is None for s in f.tiles if s.endswith(("_2", "input_scale", "global_scale")))
+
+
+@pytest.mark.parametrize("store", ["fp8-128", "fp8-32", "mxfp8", "fp8-channel", "mxfp4", "nvfp4", "bf16"])
+def test_tiles_explain_every_stored_shape(store: str) -> None:
+    f, stored = read(store), matrix(store, N, K)
+    for suffix, tile in f.tiles.items():
+        if tile is not None:
+            expected = (-(-N // tile.rows), -(-K // tile.cols) if tile.cols else 1)
+            assert stored[suffix][1] == expected
+
+
+def test_the_element_that_pads_is_zero_for_weights_and_one_for_scales() -> None:
+    assert read("fp8-32").tiles == {"weight": Tile(1, 1, b"\0", NaN.E4M3), "scale": Tile(32, 32, b"\x7f", NaN.E8M0)}
+    assert read("mxfp4").tiles == {"weight": Tile(1, 2, b"\0", None), "scale": Tile(1, 32, b"\x7f", NaN.E8M0)}
+    assert read("fp8-128-f32").tiles["weight_scale_inv"] == Tile(128, 128, b"\0\0\x80\x3f", NaN.F32)
+    assert read("fp8-128-bf16").tiles["weight_scale"] == Tile(128, 128, b"\x80\x3f", NaN.BF16)
+    assert read("nvfp4").tiles["weight_scale"] == Tile(1, 16, b"\x38", NaN.E4M3)
+
+
+@pytest.mark.parametrize(
+    ("store", "code", "says"),
+    [
+        ("ascend-int8", "part-unknown", "weight_offset"),
+        ("int4-packed", "dtype-unsupported", "I32"),
+        ("gptq", "format-unknown", "qweight"),
+        ("mlx", "dtype-unsupported", "U32"),
+    ],
+)
+def test_formats_that_are_not_supported_are_named(store: str, code: str, says: str) -> None:
+    with pytest.raises(FormatError) as e:
+        read(store)
+    assert e.value.code == code
+    assert says in f"{e.value.suffix} {e.value}"
+
+
+@pytest.mark.parametrize(
+    "scale", [("F32", (N, 1)), ("F32", (N,)), ("F8_E8M0", (N, K // 32)), ("U8", (N, K // 32)), ("BF16", (N, K // 16))]
+)
+def test_eight_bit_integers_are_not_packed_fp4(scale: tuple[str, tuple[int, ...]]) -> None:
+    """Ascend's int8 has the dtype of packed FP4; the scale's shape tells them apart."""
+    with pytest.raises(FormatError) as e:
+        read_format(parts(weight=("I8", (N, K)), weight_scale=scale))
+    assert e.value.code == "scale-geometry"
+    assert "8-bit integers are not packed FP4" in e.value.hint
+
+
+@pytest.mark.parametrize(
+    ("tensors", "code"),
+    [
+        ({"weight": ("F8_E4M3", (N, K))}, "scale-missing"),
+        ({"weight": ("I8", (N, K))}, "scale-missing"),
+        ({"scale": ("F8_E8M0", (2, 4))}, "weight-missing"),
+        ({"weight": ("BF16", (N, K)), "scale": ("F32", (2, 4))}, "scale-unexpected"),
+        ({"weight": ("F8_E4M3", (N, K)), "scale": ("F32", (2, 4)), "weight_scale": ("F32", (2, 4))}, "part-ambiguous"),
+        ({"weight": ("F8_E4M3", (N, K)), "weight_packed": ("U8", (N, K))}, "part-ambiguous"),
+        ({"weight": ("F8_E4M3", (N, K)), "scale": ("F8_E8M0", (3, 4))}, "scale-geometry"),
+        ({"weight": ("F8_E4M3", (N, K)), "scale": ("F8_E8M0", (2, 4, 1))}, "scale-geometry"),
+        ({"weight": ("F8_E4M3", (N, K)), "scale": ("F16", (2, 4))}, "scale-dtype"),
+        ({"weight": ("F8_E5M2", (N, K)), "scale": ("F32", (2, 4))}, "dtype-unsupported"),
+        ({"weight": ("BF16", (4, N, K))}, "weight-shape"),
+        ({"weight": ("BF16", (N, 0))}, "weight-shape"),
+        ({"weight": ("F8_E4M3", (N, K)), "scale": ("F32", (2, 4)), "bias": ("BF16", (N,))}, "part-unknown"),
+        ({"weight": ("U8", (N, K)), "weight_scale": ("F8_E4M3", (N, K // 16))}, "scale-geometry"),
+    ],
+)
+def test_headers_that_make_no_format(tensors: dict[str, tuple[str, tuple[int, ...]]], code: str) -> None:
+    with pytest.raises(FormatError) as e:
+        read_format(parts(**tensors))
+    assert e.value.code == code
+
+
+def test_a_partial_last_block_needs_the_configs_block_only_where_it_is_ambiguous() -> None:
+    assert read("fp8-128", n=320, k=200).block == (128, 128)
+    small = parts(weight=("F8_E4M3", (40, 512)), scale=("F8_E8M0", (1, 4)))
+    assert read_format(small).block == (40, 128)
+    assert read_format(small, (128, 128)).block == (128, 128)
+    odd = parts(weight=("F8_E4M3", (257, 513)), scale=("F8_E8M0", (3, 5)))
+    assert read_format(odd).block == (128, 128)
+
+
+def test_the_config_is_not_believed_against_the_headers() -> None:
+    assert read("fp8-32", (128, 128)).block == (32, 32)
+    assert read("mxfp8", (128, 128)).block == (1, 32)
+    assert read("fp8-channel", (128, 128)).kind is Kind.FP8_CHANNEL
+    for shape in ((3, 4), (4, 32), (2, 2)):
+        with pytest.raises(FormatError):
+            read_format(parts(weight=("F8_E4M3", (N, K)), scale=("F8_E8M0", shape)), (32, 32))
+
+
+def test_one_scale_per_row_is_a_block_where_the_config_says_so() -> None:
+    rows = parts(weight=("F8_E4M3", (N, 128)), weight_scale=("F32", (N, 1)))
+    assert read_format(rows).kind is Kind.FP8_CHANNEL
+    assert read_format(rows, (1, 128)).block == (1, 128)
+
+
+def test_formats_of_one_storage_differ_in_shape_only() -> None:
+    assert read("fp8-32").same_storage == read("fp8-32", n=64).same_storage
+    assert read("fp8-32").same_storage != read("fp8-32-u8").same_storage

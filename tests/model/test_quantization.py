@@ -1,0 +1,236 @@
+"""What the configs say about quantisation, and which class vLLM makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fse_convert.model.quantization import Quantization, read_quantization
+from fse_convert.servers.aiter.vllm_config import NEWEST, RELEASES, Kind, build_vllm_quant, is_since
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}}
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": FP4,
+    "exclude": ["lm_head"],
+    "layer_quant_config": {"*shared*": {"weight": {"dtype": "fp8_e4m3"}}},
+    "layer_type_quant_config": {},
+    "export": {"kv_cache_group": []},
+}
+FILE = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]},
+}
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.sampled_from(["fp8", "quark", "modelopt", "fp4", "*", "re:(", "experts", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*FP8, *QUARK, "quant_algo", "ignore"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+def codes(quantization: Quantization) -> list[str]:
+    return [problem.code for problem in quantization.conflicts]
+
+
+def of(scheme: Any, **config: Any) -> Quantization:
+    return read_quantization({"quantization_config": scheme, **config})
+
+
+def test_an_unquantised_model_has_no_source() -> None:
+    nothing = read_quantization({"model_type": "deepseek_v3"})
+    assert (nothing.quantized, nothing.method, nothing.conflicts) == (False, None, ())
+
+
+def test_deepseek_v4_and_v41_keep_the_expert_dtype_in_different_places() -> None:
+    v4 = of(FP8, expert_dtype="fp4")
+    v41 = of({**FP8, "weight_block_size": [32, 32], "expert_dtype": "fp4"}, text_config={"hidden_size": 5120})
+    assert (v4.method, v4.block, v4.scale_fmt, v4.expert_dtype, v4.expert_dtype_source) == (
+        "fp8",
+        (128, 128),
+        "ue8m0",
+        "fp4",
+        "config.json",
+    )
+    assert (v41.block, v41.expert_dtype, v41.expert_dtype_source) == ((32, 32), "fp4", "quantization_config")
+    assert v4.conflicts == v41.conflicts == ()
+
+
+def test_expert_dtypes_that_disagree_are_a_conflict() -> None:
+    both = of({**FP8, "expert_dtype": "fp8"}, expert_dtype="fp4", text_config={"expert_dtype": "fp8"})
+    assert both.expert_dtype == "fp4"
+    assert [(p.code, p.where) for p in both.conflicts] == [
+        ("expert-dtype-conflict", "config.json:text_config"),
+        ("expert-dtype-conflict", "quantization_config"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "key", "ignored"),
+    [
+        ({**FP8, "ignored_layers": ["a"]}, "ignored_layers", ("a",)),
+        ({**FP8, "modules_to_not_convert": ["a"]}, "modules_to_not_convert", ("a",)),
+        ({**FP8, "ignored_layers": [], "modules_to_not_convert": ["a"]}, "modules_to_not_convert", ("a",)),
+        ({**FP8, "ignored_layers": ["a"], "modules_to_not_convert": ["a"]}, "ignored_layers", ("a",)),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["a", "b"]}, "ignore", ("a", "b")),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "exclude_modules": ["a"]}, "exclude_modules", ("a",)),
+        ({"quant_method": "mxfp8", "ignored_layers": ["a"]}, "ignored_layers", ("a",)),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:.*a"]}, "ignore", ("re:.*a",)),
+        (QUARK, "exclude", ("lm_head",)),
+        (FP8, None, ()),
+    ],
+)
+def test_the_ignore_list_is_the_one_that_servers_read(scheme: dict[str, Any], key: str | None, ignored: tuple[str, ...]) -> None:
+    found = of(scheme)
+    assert (found.ignore_key, found.ignore, found.conflicts) == (key, ignored, ())
+
+
+def test_a_list_under_another_key_is_said_to_be_unread() -> None:
+    found = of({**FP8, "ignored_layers": ["a"], "ignore": ["b", "c"]})
+    assert found.ignore == ("a",)
+    assert [(p.code, p.where) for p in found.conflicts] == [("ignore-key-unread", "ignore")]
+    assert "2 modules" in found.conflicts[0].message
+
+
+@pytest.mark.parametrize("value", ["lm_head", {"a": 1}, [1], ["a", None], 7])
+def test_an_ignore_list_of_the_wrong_type_is_a_conflict(value: Any) -> None:
+    assert "ignore-not-a-list" in codes(of({**FP8, "modules_to_not_convert": value}))
+
+
+@pytest.mark.parametrize("value", [[128], [128, 128, 1], [0, 128], "128x128", [128.0, 128], [True, 1]])
+def test_a_block_that_is_no_pair_of_positive_integers_is_a_conflict(value: Any) -> None:
+    found = of({**FP8, "weight_block_size": value})
+    assert found.block is None
+    assert codes(found) == ["block-size-invalid"]
+
+
+def test_a_missing_method_is_a_conflict() -> None:
+    found = of({key: value for key, value in FP8.items() if key != "quant_method"})
+    assert (found.method, codes(found)) == (None, ["quant-method-missing"])
+
+
+def test_quark_keeps_its_schemes_apart_and_in_order() -> None:
+    quark = of(QUARK).quark
+    assert quark is not None
+    assert (quark.global_config, list(quark.layer_configs), quark.exclude) == (FP4, ["*shared*"], ("lm_head",))
+    short = of({"quant_method": "quark"})
+    assert short.quark is not None
+    assert (short.quark.global_config, short.quark.exclude) == (None, None)
+    assert codes(short) == ["quark-incomplete"] * 3
+
+
+def test_modelopts_own_file_counts_only_where_config_json_is_silent() -> None:
+    alone = read_quantization({}, FILE)
+    assert (alone.source, alone.method, alone.quant_algo, alone.ignore) == (
+        "hf_quant_config.json",
+        "modelopt_fp4",
+        "NVFP4",
+        ("lm_head",),
+    )
+    assert alone.conflicts == ()
+    both = read_quantization({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["a"]}}, FILE)
+    assert (both.source, both.quant_algo) == ("config.json", "FP8")
+    assert codes(both) == ["quantization-conflict"] * 2
+    same = read_quantization(
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "nvfp4", "ignore": ["lm_head"]}}, FILE
+    )
+    assert same.conflicts == ()
+
+
+def test_mxfp8_in_modelopts_own_file_is_not_read_by_vllm() -> None:
+    found = read_quantization({}, {**FILE, "quantization": {**FILE["quantization"], "quant_algo": "MXFP8"}})
+    assert codes(found) == ["modelopt-file-unread"]
+    assert build_vllm_quant(found, "deepseek_v3").error == "Unknown ModelOpt quant algo: MXFP8"
+
+
+def test_nested_and_compression_configs_are_found() -> None:
+    assert read_quantization({"text_config": {"quantization_config": FP8}}).source == "config.json:text_config"
+    assert read_quantization({"compression_config": FP8}).source == "config.json:compression_config"
+
+
+def test_nvfp4_repackages_keep_both_algorithms() -> None:
+    found = of({**FP8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "nvfp4", "expert_dtype": "fp4"})
+    assert (found.method, found.quant_algo, found.moe_quant_algo) == ("fp8", "MIXED_PRECISION", "NVFP4")
+
+
+@given(JSON, st.none() | JSON)
+def test_reading_and_building_never_raise(scheme: Any, file: Any) -> None:
+    found = read_quantization({"quantization_config": scheme, "text_config": scheme}, file)
+    for release in RELEASES.values():
+        build_vllm_quant(found, "deepseek_v4", release)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "model_type", "kind", "name"),
+    [
+        (FP8, "deepseek_v3", Kind.FP8, "Fp8Config"),
+        (FP8, "deepseek_v4", Kind.DEEPSEEK_V4, "DeepseekV4FP8Config"),
+        (FP8, "deepseek_v41", Kind.DEEPSEEK_V4, "DeepseekV4FP8Config"),
+        ({**FP8, "quant_method": "deepseek_v4_fp8"}, "other", Kind.DEEPSEEK_V4, "DeepseekV4FP8Config"),
+        (QUARK, "deepseek_v4", Kind.QUARK, "QuarkConfig"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "glm4_moe", Kind.MXFP8, "ModelOptMxFp8Config"),
+        ({"quant_method": "mxfp8"}, "minimax_m3", Kind.MXFP8, "ModelOptMxFp8Config"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "glm4_moe", Kind.OTHER, "ModelOptNvFp4Config"),
+        ({"quant_method": "compressed_tensors"}, "glm4_moe", Kind.OTHER, "CompressedTensorsConfig"),
+        ({"weight_block_size": [128, 128]}, "deepseek_v3", Kind.NONE, ""),
+        (None, "deepseek_v3", Kind.NONE, ""),
+    ],
+)
+def test_the_class_that_vllm_picks(scheme: Any, model_type: str, kind: Kind, name: str) -> None:
+    built = build_vllm_quant(of(scheme), model_type)
+    assert (built.kind, built.class_name, built.error, built.unsure) == (kind, name, "", "")
+
+
+def test_releases_pick_differently() -> None:
+    mxfp8 = of({"quant_method": "mxfp8"})
+    assert {name: build_vllm_quant(of(QUARK), "deepseek_v4", row).kind for name, row in RELEASES.items()} == {
+        "0.29": Kind.DEEPSEEK_V4,
+        "0.30": Kind.FP8,
+        "0.31": Kind.QUARK,
+        "0.32": Kind.QUARK,
+        "0.33": Kind.QUARK,
+    }
+    assert {name for name, row in RELEASES.items() if build_vllm_quant(of(FP8), "deepseek_v4", row).kind is Kind.DEEPSEEK_V4} == {
+        "0.29",
+        "0.33",
+    }
+    assert {name for name, row in RELEASES.items() if build_vllm_quant(mxfp8, "minimax_m3", row).kind is Kind.MXFP8} == {"0.33"}
+    assert list(RELEASES) == sorted(RELEASES)
+    assert RELEASES["0.33"] is NEWEST
+    assert is_since("0.33", "0.30")
+    assert not is_since("0.9", "0.30")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "error"),
+    [
+        ({**FP8, "weight_block_size": [128]}, "must have 2 dimensions, but got 1 dimensions"),
+        ({**FP8, "activation_scheme": "static"}, "only supports dynamic activation scheme"),
+        ({"quant_method": "fp8"}, "Cannot find any of ['activation_scheme']"),
+        ({"quant_method": "quark"}, "The export key should be included"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": None},
+            "exclude_modules must be a list, got <class 'NoneType'>",
+        ),
+        ({"quant_method": "humming"}, "humming quantization is currently not supported in rocm."),
+        ({"quant_method": "my_quant"}, "Unknown quantization method: my_quant."),
+    ],
+)
+def test_what_vllm_refuses_to_build(scheme: dict[str, Any], error: str) -> None:
+    assert error in build_vllm_quant(of(scheme), "deepseek_v3").error
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [{**FP8, "ignored_layers": "lm_head"}, {**FP8, "weight_block_size": 128}, {"quant_method": 7}, "fp8", [FP8]],
+)
+def test_what_is_outside_the_rules_is_said_to_be(scheme: Any) -> None:
+    assert build_vllm_quant(of(scheme), "deepseek_v3").unsure

@@ -1,0 +1,100 @@
+"""Bytes that move between files: in the kernel, through a buffer, as links; always all of them or an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from fse_convert.output import copying as ranges
+from fse_convert.output.copying import Link, carry, copy_range, read_into, write_all
+
+DATA = bytes(range(256)) * 300
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[int, int, Path]:
+    (tmp_path / "src").write_bytes(DATA)
+    src = os.open(tmp_path / "src", os.O_RDONLY)
+    dst = os.open(tmp_path / "dst", os.O_RDWR | os.O_CREAT, 0o666)
+    return src, dst, tmp_path / "dst"
+
+
+@pytest.mark.parametrize("refusal", [None, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_copy_range_falls_back_when_the_kernel_cannot(
+    refusal: int | None, files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, dst, path = files
+    monkeypatch.setattr(ranges, "STEP", 1000)
+    monkeypatch.setattr(ranges, "BUFFER", 700)
+    if refusal:
+
+        def refuse(*_: object) -> int:
+            raise OSError(refusal, "no")
+
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    seen: list[int] = []
+    write_all(dst, b"head")
+    copy_range(src, dst, 100, 5000, seen.append)
+    assert path.read_bytes() == b"head" + DATA[100:5100]
+    assert sum(seen) == 5000
+
+
+def test_errors_that_are_failures_are_raised(files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    src, dst, _ = files
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    with pytest.raises(OSError, match="full"):
+        copy_range(src, dst, 0, 10)
+
+
+def test_a_source_that_ends_early_is_seen(files: tuple[int, int, Path]) -> None:
+    src, dst, _ = files
+    with pytest.raises(EOFError, match="10 bytes early"):
+        copy_range(src, dst, len(DATA) - 10, 20)
+    with pytest.raises(EOFError, match="10 bytes early"):
+        read_into(src, memoryview(bytearray(20)), len(DATA) - 10)
+
+
+def test_short_writes_and_reads_go_on(files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    src, dst, path = files
+    write, preadv = os.write, os.preadv
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
+    buffer = bytearray(100)
+    read_into(src, memoryview(buffer), 3)
+    write_all(dst, buffer)
+    assert path.read_bytes() == DATA[3:103]
+
+
+@pytest.mark.parametrize("link", Link)
+def test_carry_brings_the_bytes_over(link: Link, tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(DATA)
+    (tmp_path / "link").symlink_to("blob")
+    how = carry(tmp_path / "link", tmp_path / "out", link)
+    assert (tmp_path / "out").read_bytes() == DATA
+    assert not (tmp_path / "out").is_symlink()
+    assert ((tmp_path / "out").stat().st_ino == (tmp_path / "blob").stat().st_ino) == (how == "hard link") == (link is Link.HARD)
+
+
+def test_hard_links_across_devices_become_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "other device")
+
+    (tmp_path / "a").write_bytes(DATA)
+    monkeypatch.setattr(os, "link", refuse)
+    assert carry(tmp_path / "a", tmp_path / "b", Link.HARD) == "copy"
+    assert (tmp_path / "b").read_bytes() == DATA
+
+
+def test_clone_shares_blocks_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(ranges.fcntl, "ioctl", lambda _fd, request, _src: asked.append(request))
+    (tmp_path / "a").write_bytes(DATA)
+    assert carry(tmp_path / "a", tmp_path / "b", Link.AUTO) == "clone"
+    assert asked == [ranges.FICLONE]

@@ -1,0 +1,276 @@
+"""Verdicts per layer and per target: each question apart, mixed models, drafters, and what is said beside a verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from in_memory import PROJ, Model, Tensors, expert, plans_of, subject_of
+from releases import NEWEST
+
+from fse_convert.plan.advice import advise
+from fse_convert.plan.plan import Options
+from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, Subject, judge, whole
+from fse_convert.servers.targets import find_target
+from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
+
+QUARK_FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}, "input_tensors": {"dtype": "fp4"}}
+MTP_FP8 = {"re:mtp\\.0\\.ffn\\.shared_experts\\..*": {"weight": {"dtype": "fp8_e4m3"}}}
+QUARK = {"quant_method": "quark", "global_quant_config": QUARK_FP4, "exclude": [], "export": {"kv_cache_group": []}}
+
+
+def ask(about: Subject, name: str) -> Answer:
+    return next(a for a in judge(about) if a.name == name)
+
+
+def outcomes(answer: Answer) -> str:
+    return "".join(v.outcome.value[0] for v in answer.layers)
+
+
+def test_every_target_answers_every_layer_and_questions_stay_apart() -> None:
+    answers = judge(Model().subject())
+    assert [a.name for a in answers] == [t.name for t in ALL_TARGETS]
+    assert {len(a.layers) for a in answers} == {3}
+    for a in answers:
+        native = a.question is Question.NATIVE
+        assert native == (not a.name.endswith(("-aiter", "-aiter-mega", "-slots", "atom")))
+        assert a.source
+        assert a.needs
+    assert len({q.heading for q in Question}) == len(Question)
+
+
+def test_an_official_v4_fuses_natively_and_not_by_aiter() -> None:
+    about = Model(hidden=4096, width=2048, shared="fp8-128").subject()
+    assert ask(about, "vllm-0.33").fused
+    rocm = ask(about, "vllm-0.33-aiter")
+    assert outcomes(rocm) == "uuu"
+    assert [r.message for r in rocm.model.reasons] == ["DeepSeek-V4/V4.1 FSE is only implemented/tested with Quark MXFP4"]
+    mega = ask(about, "vllm-0.33-aiter-mega")
+    assert [r.code for r in mega.model.reasons] == ["aiter-mega-moe-needs-mxfp4"]
+    assert "--moe-backend aiter_mega_moe" in mega.needs
+    assert "expert parallelism must be off" in rocm.needs
+    assert "expert parallelism must be off" not in mega.needs
+
+
+def test_a_drafter_that_differs_shows_in_its_own_cells() -> None:
+    about = Model(routed="mxfp4-u8", shared="fp8-32", mtp_shared="bf16").subject()
+    answer = ask(about, "vllm-0.33")
+    assert outcomes(answer) == "ffu"
+    assert answer.model.outcome is Outcome.UNFUSED
+    assert [r.code for r in answer.model.reasons] == ["shared-format"]
+
+
+def test_the_mixed_model_is_an_error_for_aiter_and_a_fact_for_the_kernel() -> None:
+    """vLLM refuses to fuse some decoder layers and not others; the reason names how many (seed vllm-pr-51695)."""
+    config = {
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        "expert_dtype": "fp8",
+    }
+    config["quantization_config"]["ignored_layers"] = ["layers.1.ffn.shared_experts.w1", "layers.1.ffn.shared_experts.w3"]
+    about = Model(hidden=512, width=256, routed="fp8-128", shared="fp8-128", mtp=0, config=config).subject()
+    answer = ask(about, "vllm-0.33-aiter")
+    assert outcomes(answer)[0] == "f"
+    assert answer.layers[1].outcome is not Outcome.FUSED
+    assert not answer.fused
+
+
+def test_model_wide_error_of_a_mixed_model() -> None:
+    config = {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "n_shared_experts": 1,
+        "num_hidden_layers": 3,
+    }
+    config["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "ignored_layers": ["model.layers.1.mlp.shared_experts.gate_proj", "model.layers.1.mlp.shared_experts.up_proj",
+                           "model.layers.1.mlp.shared_experts.down_proj"],
+    }  # fmt: skip
+    tensors: Tensors = {}
+    for i in range(3):
+        tensors |= expert(f"model.layers.{i}.mlp.experts.0", "fp8-128-f32", 256, 512, PROJ)
+        tensors |= expert(f"model.layers.{i}.mlp.shared_experts", "fp8-128-f32", 256, 512, PROJ)
+    answer = ask(subject_of(config, tensors), "vllm-0.33-aiter")
+    assert outcomes(answer) == "fuf"
+    assert answer.model.outcome is Outcome.ERROR
+    assert answer.model.reasons[0].code == "aiter-model-mixed"
+    assert "found 2 enabled and 1 disabled" in answer.model.reasons[0].message
+
+
+def test_aiter_judges_decoder_and_drafter_apart() -> None:
+    config = {"quantization_config": {**QUARK, "layer_quant_config": MTP_FP8}, "architectures": ["DeepseekV4ForCausalLM"]}
+    about = Model(routed="mxfp4-u8", shared="mxfp4-u8", config=config).subject()
+    answer = ask(about, "vllm-0.29-aiter")
+    assert outcomes(answer) == "ffu"
+    assert answer.model.outcome is Outcome.UNFUSED
+    assert "mtp.0.ffn.shared_experts" in answer.model.reasons[0].message
+
+
+def test_where_the_config_calls_alike_what_is_stored_otherwise_that_is_said() -> None:
+    config = {"quantization_config": QUARK, "architectures": ["DeepseekV4ForCausalLM"]}
+    about = Model(routed="mxfp4-u8", shared="mxfp4-u8", mtp_shared="fp8-32-u8", config=config).subject()
+    answer = ask(about, "vllm-0.33-aiter")
+    assert answer.fused
+    note = next(n for n in answer.notes if n.code == "aiter-storage-differs")
+    assert "1 layers, mtp.0.ffn first" in note.message
+
+
+def test_a_model_class_that_is_not_known_gets_no_aiter_verdict() -> None:
+    about = subject_of({"model_type": "ernie4_5_moe", "moe_num_shared_experts": 1}, _v3_tensors())
+    answer = ask(about, "vllm-0.33-aiter")
+    assert answer.model.outcome is Outcome.UNKNOWN
+    assert [r.code for r in answer.model.reasons] == ["model-unsupported"]
+
+
+def _v3_tensors(shared: str = "bf16") -> Tensors:
+    found: Tensors = {}
+    for i in range(2):
+        found |= expert(f"model.layers.{i}.mlp.experts.0", "bf16", 128, 256, PROJ)
+        if shared:
+            found |= expert(f"model.layers.{i}.mlp.shared_experts", shared, 128, 256, PROJ)
+    return found
+
+
+def test_layers_without_a_shared_expert_and_models_without_experts() -> None:
+    about = subject_of({"model_type": "deepseek_v3"}, _v3_tensors(shared=""))
+    for name in ("megamoe-128", "vllm-0.33-aiter", "atom"):
+        assert {r.code for v in ask(about, name).layers for r in v.reasons} == {"no-shared-expert"}
+    dense = subject_of({"model_type": "deepseek_v3"}, {"model.layers.0.mlp.gate_proj.weight": ("BF16", (4, 4))})
+    for answer in judge(dense):
+        assert not answer.fused
+        assert answer.layers == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "sglang", "atom"),
+    [
+        (Model(shared="fp8-32"), "fused", "slot-format"),
+        (Model(routed="mxfp4-u8", shared="mxfp4-u8"), "fused", "fused"),
+        (Model(routed="fp8-128", shared="fp8-128"), "fused", "fused"),
+        (Model(shared="bf16"), "slot-format", "slot-format"),
+        (Model(n_shared=2), "slot-shared-count", "slot-shared-count"),
+        (Model(shared_width=512), "slot-width", "slot-width"),
+        (Model(shared="gptq"), "format-unknown", "format-unknown"),
+    ],
+)
+def test_slots(model: Model, sglang: str, atom: str) -> None:
+    about = model.subject()
+    for name, expected in (("sglang-0.5.23-slots", sglang), ("atom", atom)):
+        answer = ask(about, name)
+        assert ("fused" if answer.fused else answer.model.reasons[0].code) == expected
+    requantised = [n.code for n in ask(about, "sglang-0.5.23-slots").notes]
+    assert requantised == (["slot-requantised"] if model == Model(shared="fp8-32") else [])
+
+
+def test_quark_turns_sglangs_slots_off_for_the_whole_model_when_one_layer_differs() -> None:
+    config = {"quantization_config": QUARK}
+    about = Model(routed="mxfp4-u8", shared="mxfp4-u8", mtp_shared="fp8-32", config=config).subject()
+    assert outcomes(ask(about, "sglang-0.5.23-slots")) == "uuu"
+    assert outcomes(ask(about, "atom")) == "ffu"
+
+
+def test_a_contract_says_that_headers_cannot_judge_f32_scales() -> None:
+    about = Model(shared="fp8-128-f32").subject()
+    for name in ("megamoe-128", "sglang-0.5.23"):
+        answer = ask(about, name)
+        assert answer.fused
+        assert [n.code for n in answer.notes] == ["scale-f32-unread"]
+    assert not ask(about, "vllm-0.33").fused
+
+
+def test_the_whole_is_the_worst_of_its_layers_with_every_reason() -> None:
+    one, two = Reason("a", "1"), Reason("b", "2")
+    mixed = (FUSED, Verdict(Outcome.UNFUSED, (one,)), Verdict(Outcome.REFUSED, (two, one)))
+    assert whole(mixed) == Verdict(Outcome.REFUSED, (one, two))
+    assert whole((FUSED, FUSED)) is FUSED
+    assert whole(()).reasons[0].code == "no-moe-layers"
+
+
+V41: dict[str, Any] = {"model_type": "deepseek_v41"}
+NONE = f"No server release that is known here fuses this checkpoint as it is; {NEWEST.title}: "
+RUNS = "(MegaMoE refuses this width; padded it runs, the shared expert beside it)."
+OLD = "SGLang 0.5.20, 0.5.21, 0.5.22 and TensorRT-LLM"
+PAD = "fse-convert CHECKPOINT OUT --target megamoe-512"
+
+
+@pytest.mark.parametrize(
+    ("model", "sentences", "command"),
+    [
+        (
+            Model(hidden=5120, width=2304, config=V41),
+            [
+                "vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as it is.",
+                f"Pad only for vLLM 0.30 (fusion turns on), or for SGLang 0.5.21 and TensorRT-LLM {RUNS}",
+            ],
+            PAD,
+        ),
+        (
+            Model(hidden=5120, width=2560, config=V41),
+            ["vLLM >= 0.30 and SGLang >= 0.5.23 fuse this checkpoint as it is."],
+            "",
+        ),
+        (
+            Model(hidden=4096, width=2048, shared="fp8-128"),
+            ["vLLM >= 0.29 and SGLang >= 0.5.22 fuse this checkpoint as it is."],
+            "",
+        ),
+        (
+            Model(hidden=4096, width=2016),
+            [
+                f"{NONE}routed width 2016 is no multiple of 128: MegaMoE is refused.",
+                f"Padding helps vLLM >= 0.29 and SGLang >= 0.5.23 (fusion turns on), and {OLD} {RUNS}",
+            ],
+            PAD,
+        ),
+        (
+            Model(hidden=4096, width=2048, shared="bf16"),
+            [f"{NONE}the shared expert is BF16; beside MXFP4 experts the launch takes fp8-block with E8M0 scales."],
+            "",
+        ),
+    ],
+    ids=["v4.1", "v4.1 padded", "v4", "odd width", "bf16 shared"],
+)
+def test_advice(model: Model, sentences: list[str], command: str) -> None:
+    about = model.subject()
+    found = advise(about, judge(about), plans_of(about, model.tensors()))
+    assert list(found.sentences) == sentences
+    assert found.command == command
+
+
+def test_advice_for_a_model_that_no_server_runs_with_megamoe() -> None:
+    about = subject_of({"model_type": "glm4_moe", "num_hidden_layers": 2}, _v3_tensors())
+    found = advise(about, judge(about), plans_of(about, _v3_tensors()))
+    assert found.sentences == ("No server release that is known here has a MegaMoE path for this model.",)
+    assert advise(about, (), plans_of(about, {})).sentences == ()
+
+
+@pytest.mark.parametrize("width", [2304, 2176])
+def test_a_command_is_advised_only_if_it_runs(width: int) -> None:
+    """NVFP4 experts beside MXFP4 ones in the drafter: only the drafter fits the kernel, so the plain command would refuse."""
+    model = Model(hidden=512, width=width, routed="nvfp4")
+    tensors = model.tensors()
+    for e in range(model.experts):
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(f"mtp.0.ffn.experts.{e}.")}
+        tensors |= expert(f"mtp.0.ffn.experts.{e}", "mxfp4", width, 512)
+    about = subject_of(model.full_config(), tensors)
+    plans = plans_of(about, tensors)
+    target = find_target("megamoe-512")
+    assert target is not None
+    assert plans(Options(target)) is None
+    found = advise(about, judge(about), plans)
+    assert found.command == "fse-convert CHECKPOINT OUT --target megamoe-512 --allow-unfused"
+    assert plans(Options(target, allow_unfused=True)) is not None
+
+
+def test_nothing_is_advised_that_would_refuse() -> None:
+    about = Model(width=384, routed="nvfp4").subject()
+    found = advise(about, judge(about), lambda _: None)
+    assert (found.command, found.gain) == ("", None)
+    assert len(found.sentences) == 1
+
+
+def test_nvfp4_that_the_server_takes_as_it_is_needs_no_padding() -> None:
+    """2304 is a multiple of 256, which is what SGLang asks of NVFP4, though not of the kernel's 512."""
+    model = Model(hidden=512, width=2304, routed="nvfp4", mtp=0)
+    about = model.subject()
+    assert advise(about, judge(about), plans_of(about, model.tensors())).command == ""

@@ -1,0 +1,65 @@
+"""The table of targets: consistent, addressable, and with a source for every row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from fse_convert.model.formats import Kind
+from fse_convert.servers.judge import AITER_TARGETS, ALL_TARGETS
+from fse_convert.servers.targets import CONTRACTS, MEGAMOE_128, MEGAMOE_512, TARGETS, Target, find_target, needed_contract
+
+
+def test_names_are_unique_over_all_questions() -> None:
+    names = [t.name for t in ALL_TARGETS]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_every_row_says_where_it_was_read_and_what_it_needs(target: Target) -> None:
+    assert ".py" in target.source or ".cuh" in target.source
+    assert target.needs
+    assert target.release in target.name or target.engine in ("contract", "TensorRT-LLM")
+    assert find_target(target.name) is target
+
+
+def test_the_releases_of_the_issue_are_there() -> None:
+    names = {t.name for t in ALL_TARGETS}
+    for minor in range(29, 34):
+        assert {f"vllm-0.{minor}", f"vllm-0.{minor}-aiter"} <= names
+    for patch in range(20, 24):
+        assert {f"sglang-0.5.{patch}", f"sglang-0.5.{patch}-slots"} <= names
+    assert {"tensorrt-llm", "atom", "megamoe-128", "megamoe-512"} <= names
+    assert [t.moe_backend for t in AITER_TARGETS if t.moe_backend] == ["aiter_mega_moe"]
+
+
+def test_a_server_that_pads_routed_experts_needs_that_width_of_the_shared_one() -> None:
+    target = find_target("vllm-0.30")
+    assert target is not None
+    assert target.contract is MEGAMOE_128
+    assert needed_contract(target) is MEGAMOE_512
+    assert all(needed_contract(t) is t.contract for t in TARGETS if not t.routed_pad)
+
+
+def test_contracts_are_what_the_kernels_assert() -> None:
+    assert CONTRACTS == {"megamoe-512": MEGAMOE_512, "megamoe-128": MEGAMOE_128}
+    assert (MEGAMOE_512.width_multiple, MEGAMOE_512.hidden_multiple) == (512, 512)
+    assert (MEGAMOE_128.width_multiple, MEGAMOE_128.hidden_multiple) == (128, 256)
+
+
+def test_no_vllm_release_fuses_nvfp4_routed_experts() -> None:
+    """0.33's class could (deep_gemm_mega_moe.py:163-171), but its DeepSeek-V4 model always asks for MXFP4."""
+    assert all(Kind.NVFP4 not in t.pairings for t in TARGETS if t.engine == "vLLM")
+
+
+def test_the_command_lists_all_targets(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("targets", "--json")
+    assert code == 0
+    listed = json.loads(out)["targets"]
+    assert [t["name"] for t in listed] == [t.name for t in ALL_TARGETS]
+    assert all(t["source"] and t["question"] for t in listed)
+    code, out, _ = run("targets")
+    assert code == 0
+    assert all(t.name in out for t in ALL_TARGETS)

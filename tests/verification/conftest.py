@@ -1,0 +1,97 @@
+"""Random shared experts in both layouts, and a converted checkpoint to edit."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fse_convert.layout import megamoe, padding, ue8m0
+from fse_convert.verification.reference import KernelLayout, SourceLayout
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tests share modules, and --import-mode=importlib adds no folder
+
+Make = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
+MakeSource = Callable[..., SourceLayout]
+MakeKernel = Callable[[SourceLayout, int], KernelLayout]
+
+
+def quantize_blocks(w: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    n, k = w.shape
+    grown = torch.nn.functional.pad(w, (0, -k % columns, 0, -n % rows))
+    blocks = grown.view(grown.shape[0] // rows, rows, grown.shape[1] // columns, columns)
+    exponent = torch.log2(blocks.abs().amax((1, 3)).clamp(1e-30) / 448).ceil()
+    full = torch.exp2(exponent).repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:n, :k]
+    return (w / full).to(torch.float8_e4m3fn).view(torch.uint8), (exponent + 127).to(torch.uint8)
+
+
+@pytest.fixture
+def make_source() -> MakeSource:
+    """``(hidden, width, block=(32, 32), seed=0, sd=0.02) -> SourceLayout`` with normal weights; each block's scale differs."""
+
+    def make(hidden: int, width: int, block: tuple[int, int] = (32, 32), seed: int = 0, sd: float = 0.02) -> SourceLayout:
+        generator = torch.Generator().manual_seed(seed)
+        tensors: list[Tensor] = []
+        for n, k in ((width, hidden), (width, hidden), (hidden, width)):
+            weight = torch.empty(n, k).normal_(0, sd, generator=generator)
+            codes, scale = quantize_blocks(weight, *block)
+            jitter = torch.randint(-2, 3, scale.shape, generator=generator)
+            tensors += [codes, (scale.int() + jitter).to(torch.uint8)]
+        return SourceLayout(*tensors, block=block)
+
+    return make
+
+
+@pytest.fixture
+def make_kernel() -> MakeKernel:
+    """``(source, width) -> KernelLayout`` by `fse_convert.layout`, the writer's own functions."""
+
+    def make(source: SourceLayout, width: int) -> KernelLayout:
+        h, s = source.hidden, source.width
+
+        def scales(scale: Tensor, n: int, k: int, rows: int, groups: int) -> Tensor:
+            return padding.pad(ue8m0.expand(scale, n, k, *source.block), rows, groups, b"\x7f")
+
+        gate, up = (padding.pad(w, width, h, b"\0") for w in (source.gate, source.up))
+        gate_sf, up_sf = (scales(sf, s, h, width, h // 32) for sf in (source.gate_scale, source.up_scale))
+        return KernelLayout(
+            megamoe.interleave(gate, up),
+            megamoe.l1_scale(gate_sf, up_sf),
+            padding.pad(source.down, h, width, b"\0"),
+            megamoe.l2_scale(scales(source.down_scale, h, s, h, width // 32)),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def root(made: Make) -> Path:
+    return made("v4.1-flash", experts=1)
+
+
+@pytest.fixture(scope="module")
+def converted(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from fse_convert.cli import main
+
+    out = tmp_path_factory.mktemp("converted") / "out"
+    with pytest.raises(SystemExit) as stopped:
+        main([str(root), str(out), "-q"])
+    assert not stopped.value.code
+    return out
+
+
+@pytest.fixture
+def out(converted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(converted, tmp_path / "out"))
+
+
+@pytest.fixture
+def verify(out: Path, root: Path, run: Run) -> Run:
+    """``verify OUT --source SOURCE`` with more arguments."""
+    return lambda *more: run("verify", out, "--source", root, "-q", *more)
