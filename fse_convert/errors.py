@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
+
+SHOWN = 8
+"""How many names of a long list a message spells out."""
 
 
 class ExitCode(IntEnum):
@@ -66,7 +74,7 @@ class NotConvertible(FseConvertError):
 
 
 class EnvironmentFailure(FseConvertError):
-    """The machine said no: space, permission, I/O."""
+    """The machine refused: space, permission, I/O."""
 
     exit_code = ExitCode.ENVIRONMENT
 
@@ -99,3 +107,50 @@ class Bug(FseConvertError):
     """Something that no input should lead to."""
 
     exit_code = ExitCode.BUG
+
+
+@contextmanager
+def environment(where: Path | str) -> Iterator[None]:
+    """Turn what the machine refuses into an EnvironmentFailure that says what to do; ``where`` names it if the error does not."""
+    try:
+        yield
+    except EOFError as e:
+        message = f"a file became shorter while it was read: {e}"
+        raise EnvironmentFailure(Problem("source-changed", message, str(where), "is something still writing the source?")) from e
+    except OSError as e:
+        code, hint = ERRNO_HINTS.get(e.errno or 0, ("io-error", "see the system log; the source was not changed"))
+        name = os.fsdecode(e.filename) if e.filename else str(where)
+        raise EnvironmentFailure(Problem(code, e.strerror or str(e), name, hint)) from e
+
+
+ERRNO_HINTS = {
+    errno.ENOSPC: ("no-space", "free some space, or write to another disk; the source was not changed"),
+    errno.EDQUOT: ("no-space", "your quota is used up: free some space, or write to another disk"),
+    errno.EACCES: ("permission", "check the permissions of this path"),
+    errno.EPERM: ("permission", "check the permissions of this path"),
+    errno.EROFS: ("permission", "the file system is read-only: write elsewhere"),
+    errno.EMFILE: ("too-many-files", "raise the limit: ulimit -n"),
+    errno.ENFILE: ("too-many-files", "the system has too many open files"),
+    errno.ENAMETOOLONG: ("name-too-long", "choose a shorter output path"),
+    errno.ENOLCK: ("no-locks", "the file system cannot lock files: write the output to one that can"),
+    errno.EIO: ("io-error", "the disk reported an error: check it before trying again"),
+}
+"""Code and hint by errno."""
+
+
+def some(names: Iterable[str]) -> str:
+    """Spell out the first names of a list and count the rest."""
+    listed = list(names)
+    rest = len(listed) - SHOWN
+    return ", ".join(listed[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def folded(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Say once what is wrong in many places in the same way: the first place, and how many more there are."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for p in problems:
+        places.setdefault((p.code, p.message, p.hint), []).append(p.where)
+    return tuple(
+        Problem(code, message, where[0] if len(where) == 1 else f"{where[0]}; the same in {len(where) - 1} more places", hint)
+        for (code, message, hint), where in places.items()
+    )

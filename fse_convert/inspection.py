@@ -6,20 +6,20 @@ Of the payload nothing is read but F32 scales of a local checkpoint's experts, w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.reader import Checkpoint, Reading, read_checkpoint
-from fse_convert.errors import ExitCode, Problem, UsageError
+from fse_convert.errors import ExitCode, Problem, UsageError, folded
 from fse_convert.model.consistency import header_conflicts
-from fse_convert.model.describe import LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, describe, kernel_tensors
+from fse_convert.model.describe import LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, kernel_tensors
 from fse_convert.plan.advice import Advice, advise
-from fse_convert.plan.contents import read_scales
 from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.plan import Options
 from fse_convert.plan.planner import needed_width, planner
+from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.servers.judge import ALL_TARGETS, Answer, Subject, judge, subject
 from fse_convert.servers.scales import UNREAD, Scales
 from fse_convert.servers.targets import CONTRACTS, find_target
@@ -87,11 +87,12 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     """
     reading = read_checkpoint(folder)
     checkpoint = reading.checkpoint
-    description = describe(checkpoint)
-    scales = _scales(reading, description, folder, thorough=thorough)
+    source = describe_source(checkpoint)
+    description = source.description
+    scales = _scales(reading, source, thorough=thorough)
     about = subject(checkpoint.config, checkpoint.quant_config, description, scales)
     answers = judge(about)
-    plans = (lambda _: None) if reading.problems else planner(checkpoint, description, scales)
+    plans = (lambda _: None) if reading.problems else planner(replace(source, scales=scales))
     widths = contract_widths(description, serving.tp)
     problems = _layer_problems(reading, description)
     conflicts = (*description.conflicts, *about.quantization.conflicts, *header_conflicts(about.quantization, description))
@@ -109,11 +110,11 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     )
 
 
-def _scales(reading: Reading, description: Description, folder: Folder, *, thorough: bool) -> Scales:
+def _scales(reading: Reading, source: Source, *, thorough: bool) -> Scales:
     """Read F32 scales where that costs no download and the headers can be trusted."""
-    if reading.problems or not isinstance(folder, LocalFolder):
+    if reading.problems or not isinstance(source.checkpoint.folder, LocalFolder):
         return UNREAD
-    return read_scales(reading.checkpoint, folder, description, routed=thorough)
+    return read_scales(source, routed=thorough)
 
 
 def open_folder(address: str) -> Folder:
@@ -126,17 +127,6 @@ def open_folder(address: str) -> Folder:
 
         return HubFolder(address)
     return LocalFolder(Path(address))
-
-
-def folded(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """Say once what is wrong in many places in the same way: the first place, and how many more there are."""
-    places: dict[tuple[str, str, str], list[str]] = {}
-    for p in problems:
-        places.setdefault((p.code, p.message, p.hint), []).append(p.where)
-    return tuple(
-        Problem(code, message, where[0] if len(where) == 1 else f"{where[0]}; the same in {len(where) - 1} more places", hint)
-        for (code, message, hint), where in places.items()
-    )
 
 
 def contract_widths(description: Description, tp: int) -> dict[str, int]:

@@ -17,14 +17,17 @@ from pathlib import Path
 
 import xxhash
 
+from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo
-from fse_convert.checkpoint.reader import CONFIG, INDEX, SIDECAR, Checkpoint, Shard, read_checkpoint, some
-from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure
+from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
+from fse_convert.checkpoint.reader import Checkpoint, Shard, read_checkpoint
+from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment, some
 from fse_convert.output.copying import Link, carry, read_into, write_all
-from fse_convert.output.staging import Staging
-from fse_convert.sidecar.claims import Claims
-from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick, sha256
+from fse_convert.output.staging import Staging, check_output, check_space, stage
+from fse_convert.progress import Event, Observer
+from fse_convert.sidecar.claims import Claims, read_claims
+from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
 
 CHUNK = 8 << 20
 HINT = "fetch the output again: fse-convert verify OUT says what is damaged"
@@ -42,18 +45,42 @@ class Restored:
     digests: bool = False
 
 
-def open_output(folder: LocalFolder) -> Checkpoint:
-    """Open the standard layout of an output; raises InvalidCheckpoint when it is broken."""
-    reading = read_checkpoint(folder)
-    if reading.problems:
-        raise InvalidCheckpoint(*reading.problems)
-    return reading.checkpoint
+class Restoration:
+    """A restoration that can run: the output is opened, and the place of the original is free.
 
+    Raises InvalidCheckpoint when ``out`` is not an output of this tool, VerificationFailure when it is damaged, UsageError
+    when ``original`` exists, EnvironmentFailure.
+    """
 
-def restored_size(claims: Claims, checkpoint: Checkpoint) -> int:
-    """Bytes that the original takes."""
-    shards: int = sum(s["size"] for s in claims.source["shards"].values())
-    return shards + sum(checkpoint.folder.files[n] for n in checkpoint.others)
+    def __init__(self, out: Path, original: Path, link: Link) -> None:
+        check_output(out, original, overwrite=False, replaceable=False)
+        self.original, self.link = original, link
+        self.folder = LocalFolder(out)
+        with environment(original):
+            self.claims = read_claims(self.folder)
+            opened = read_checkpoint(self.folder)
+        if opened.problems:
+            raise InvalidCheckpoint(*opened.problems)
+        self.checkpoint = opened.checkpoint
+
+    def workload(self) -> tuple[int, int]:
+        """Return the bytes of tensors that are read, and how often a file is finished: for progress."""
+        return self.checkpoint.total_size, len(self.checkpoint.shards)
+
+    def run(self, observe: Observer) -> Restored:
+        """Take padding and ``fse/`` out again: the original exists afterwards, complete and bit for bit, or not at all."""
+        shards: int = sum(s["size"] for s in self.claims.source["shards"].values())
+        size = shards + sum(self.folder.files[n] for n in self.checkpoint.others)
+
+        def report(name: str, n: int, done: bool) -> None:
+            observe(Event(name, n, done=done, how="read back"))
+
+        with environment(self.original):
+            check_space(self.original, size)
+            with stage(self.original) as staging:
+                restored = write_original(self.folder, self.checkpoint, self.claims, staging, self.link, report)
+                staging.publish()
+        return restored
 
 
 def write_original(

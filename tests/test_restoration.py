@@ -185,8 +185,8 @@ def test_refuses_what_it_did_not_write(made: Make, out: Path, tmp_path: Path, ru
 
 
 def test_a_newer_format_is_told(out: Path, tmp_path: Path, run: Run) -> None:
-    from fse_convert.plan.manifest import DIGEST, own_digest
-    from fse_convert.sidecar.originals import encode_json
+    from fse_convert.checkpoint.encoding import encode_json
+    from fse_convert.sidecar.manifest import DIGEST, own_digest
 
     path = out / "fse/manifest.json"
     newer = {**json.loads(path.read_text()), "format_version": 2}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -13,18 +12,11 @@ from typing import Any
 
 from fse_convert.checkpoint.folder import Folder
 from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_POINTER, Header, TensorInfo, header_length, parse_header
-from fse_convert.errors import InvalidCheckpoint, Problem
+from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, QUANT_CONFIG, SIDECAR, SUFFIX, natural_key
+from fse_convert.errors import InvalidCheckpoint, Problem, some
 
-CONFIG = "config.json"
-QUANT_CONFIG = "hf_quant_config.json"
-INDEX = "model.safetensors.index.json"
-SUFFIX = ".safetensors"
-SIDECAR = "fse"
-MANIFEST = f"{SIDECAR}/manifest.json"
 FIRST_READ = 1 << 18
 """Bytes that the first read of a shard takes: V4.1's largest header has 261,440, so one read serves nearly every shard."""
-SHOWN = 8
-"""How many names of a long list a message spells out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +97,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that puts shard 2 before shard 10, as vLLM's loader orders files."""
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]
-
-
-def some(names: Iterable[str]) -> str:
-    """Spell out the first names of a list and count the rest."""
-    listed = list(names)
-    rest = len(listed) - SHOWN
-    return ", ".join(listed[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 class _Opening:

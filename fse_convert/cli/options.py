@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from fse_convert.errors import Problem, UsageError
 from fse_convert.output.copying import Link
-from fse_convert.output.parts import Share
+from fse_convert.output.jobs import Part
 from fse_convert.report.log import Log, listening
 from fse_convert.servers.targets import TARGETS, Target, find_target
 
@@ -47,13 +47,13 @@ def log_options(command: Command) -> Command:
     return run
 
 
-def share_option(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Share | None:
+def part_option(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Part | None:
     """Parse ``I/N``: part I of N, from 1 on; click reports what does not fit."""
     if value is None:
         return None
     index, slash, count = value.partition("/")
     if slash and value.isascii() and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= MOST_PARTS:
-        return Share(int(index), int(count))
+        return Part(index=int(index), count=int(count))
     raise click.BadParameter(f"{value!r} is not I/N with 1 <= I <= N <= {MOST_PARTS}, such as 2/8")
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from fse_convert.model.moe import Role
-from fse_convert.plan.plan import KernelTensor, Plan
+from fse_convert.plan.plan import Plan
 from fse_convert.verification.findings import Level
 
 PER_WORKER = 64 << 20
@@ -16,7 +15,7 @@ NUMERICS = 536 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class FileNeed:
+class FileEstimate:
     """One file of the output: what becomes of it, and how many bytes that reads and writes."""
 
     name: str
@@ -26,13 +25,13 @@ class FileNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class Estimate:
     """What a conversion takes: files, and bytes of disk, memory, reading and writing, the proof's included.
 
     ``disk``: that the output takes, ``free``: that there are less the margin that must stay.
     """
 
-    files: tuple[FileNeed, ...]
+    files: tuple[FileEstimate, ...]
     disk: int
     free: int
     memory: int
@@ -45,49 +44,32 @@ class Needs:
         return self.disk <= self.free
 
 
-def needs(plan: Plan, sizes: Mapping[str, int], level: Level, workers: int, *, linked: bool, free: int) -> Needs:
-    """Tell what a plan needs.
+def estimate(plan: Plan, level: Level, workers: int, *, linked: bool, part: Collection[str] | None = None) -> Estimate:
+    """Estimate a conversion, as if nothing were there yet and nothing free.
 
-    ``sizes``: bytes of the source's files. ``linked``: untouched shards become hard links. ``free``: bytes of room.
+    ``linked``: untouched shards become hard links. ``part``: names of the files of a part, which proves nothing.
     """
-    files = (*_main(plan, linked=linked), *_sidecar(plan), *_beside(plan, sizes))
+    sizes = plan.source.checkpoint.folder.files
+    files = tuple(f for f in _files(plan, sizes, linked=linked) if part is None or f.name in part)
+    proved = level is not Level.NONE and part is None
     written = sum(f.written for f in files)
     read = sum(f.read for f in files) + written  # each file is hashed once it is on disk
-    if level is not Level.NONE:
-        read += sum(sizes.values()) + sum(s.size for s in plan.shards) + sum(s.size for s in plan.sidecar)
-    memory = workers * PER_WORKER + (NUMERICS if level.rank >= Level.NUMERICS.rank else 0)
-    return Needs(files, written, free, memory, read, written)
+    if proved:
+        read += sum(sizes.values()) + sum(s.size for s in (*plan.shards, *plan.sidecar))
+    memory = workers * PER_WORKER + (NUMERICS if proved and level.rank >= Level.NUMERICS.rank else 0)
+    return Estimate(files=files, disk=written, free=0, memory=memory, read=read, written=written)
 
 
-def only(found: Needs, names: Collection[str], workers: int) -> Needs:
-    """The same for a part of the files, which proves nothing."""
-    files = tuple(f for f in found.files if f.name in names)
-    written = sum(f.written for f in files)
-    return Needs(files, written, found.free, workers * PER_WORKER, sum(f.read for f in files) + written, written)
-
-
-def _main(plan: Plan, *, linked: bool) -> Iterator[FileNeed]:
+def _files(plan: Plan, sizes: Mapping[str, int], *, linked: bool) -> Iterator[FileEstimate]:
     for shard in plan.shards:
-        if shard.rewritten:
-            yield FileNeed(shard.name, "rewrite", shard.source.size, shard.size)
+        if not shard.carried:
+            yield FileEstimate(shard.name, "rewrite", sizes[shard.name], shard.size)
         elif linked:
-            yield FileNeed(shard.name, "hard link", 0, 0)
+            yield FileEstimate(shard.name, "hard link", 0, 0)
         else:
-            yield FileNeed(shard.name, "copy or clone", shard.size, shard.size)
-
-
-def _sidecar(plan: Plan) -> Iterator[FileNeed]:
-    for sidecar in plan.sidecar:
-        yield FileNeed(sidecar.name, "kernel layout", sum(_read_for(t) for t in sidecar.tensors), sidecar.size)
-
-
-def _read_for(tensor: KernelTensor) -> int:
-    roles = (Role.DOWN,) if tensor.part.value.startswith("shared_l2") else (Role.GATE, Role.UP)
-    formats, expert = tensor.shared.group.formats, tensor.shared.expert
-    parts = [(role, formats[role].scale if tensor.part.value.endswith("scale") else formats[role].weight) for role in roles]
-    return sum(expert.projections[role].parts[part].nbytes for role, part in parts if part is not None)
-
-
-def _beside(plan: Plan, sizes: Mapping[str, int]) -> Iterator[FileNeed]:
-    for name in plan.checkpoint.others:
-        yield FileNeed(name, "copy beside", sizes[name], sizes[name])
+            yield FileEstimate(shard.name, "copy or clone", shard.size, shard.size)
+    for shard in plan.sidecar:
+        read = sum(source.nbytes for t in shard.tensors for source in t.change.sources)
+        yield FileEstimate(shard.name, "kernel layout", read, shard.size)
+    for name in plan.source.checkpoint.others:
+        yield FileEstimate(name, "copy beside", sizes[name], sizes[name])

@@ -1,4 +1,4 @@
-"""The files of a conversion as tasks of a Ray cluster whose nodes share a file system; needs the extra ``ray``."""
+"""Write a conversion's files on a Ray cluster whose nodes share a file system: every task is a part; needs the extra ``ray``."""
 
 from __future__ import annotations
 
@@ -6,129 +6,120 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
+from functools import lru_cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem
-from fse_convert.output.jobs import Job, Tick, trusted
-from fse_convert.output.staging import Staging
+from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError
+from fse_convert.output.jobs import Job, Part
+from fse_convert.progress import Event, Observer, ignore
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+    from fse_convert.conversion.run import Conversion, Request
 
 REACH = 10.0
 """Seconds to wait for a cluster's port."""
 POLL = 0.2
 """Seconds between two looks at whether a signal has come."""
-Elsewhere = Callable[[str], "dict[str, Any]"]
-"""Writes one file by name in another process, and returns its line for the journal; it can be pickled."""
+PARTS_PER_CPU = 4
+"""More parts than CPUs: a slow file holds up little, and progress is seen."""
 
 
-def run_on_ray(
-    jobs: Sequence[Job], staging: Staging, address: str, elsewhere: Elsewhere, place: Path, tick: Tick
-) -> dict[str, str]:
-    """Write every file that the journal does not vouch for as a Ray task; returns how each came to be.
+def write_parts(request: Request, jobs: Sequence[Job], observe: Observer) -> frozenset[str]:
+    """Write every file with tensors as parts, one Ray task and one CPU each; return the names of what they wrote.
 
-    ``address``: what ``ray.init`` takes, ``auto`` included. A task takes one CPU of its node and writes into ``place``; this
-    process alone moves what is finished and writes the journal, so that a task which outlives it damages nothing. The
-    first failure is raised, and takes the tasks that are left with it.
-    Raises EnvironmentFailure without Ray or without a cluster at that address.
+    The first failure is raised, and ends the other tasks. Raises EnvironmentFailure without Ray or without a cluster.
     """
-    with _noted_signals() as look:
-        ray = _connected(address)
-        look.again()
+    sizes = {job.name: job.size for job in jobs}
+    with _deferred_signals() as signals:
+        ray = _connected(request.ray or "")
+        signals.install()  # Ray's own handler would end the process as if all were well
         try:
-            how = _collect(ray, jobs, staging, elsewhere, place, tick, look)
-        except Exception:
+            count = max(1, min(len(jobs), PARTS_PER_CPU * int(ray.cluster_resources().get("CPU", 1))))
+            task = ray.remote(num_cpus=1, max_retries=0)(write_part)
+            source, out = request.source.absolute(), request.out.absolute()
+            whole = replace(request, source=source, out=out, ray=None, restart=False, workers=1)
+            parts = (replace(whole, part=Part(i, count)) for i in range(1, count + 1))
+            running = {task.remote(part) for part in parts}
+            while running:
+                signals.raise_pending()
+                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL)
+                for finished in done:
+                    running.remove(finished)
+                    for name, how in _result(ray, finished).items():
+                        observe(Event(name, sizes[name]))
+                        observe(Event(name, done=True, how=how))
+        finally:
             ray.shutdown()
+        signals.raise_pending()
+    return frozenset(sizes)
+
+
+def write_part(request: Request) -> dict[str, str]:
+    """Write one part, in any process that sees the same folders; return how each of its files came to be."""
+    conversion = _planned(replace(request, part=None))
+    conversion.request = request
+    try:
+        return conversion.run(ignore).files
+    except UsageError as e:
+        if e.problems[0].code != "resume-differs":
             raise
-        ray.shutdown()
-        look.whether_to_stop()
-        return how
+        hint = "install the same version on every node, and let all of them see the same file system"
+        message = e.problems[0].message.rpartition(": ")[2]
+        problem = Problem("node-differs", f"a node sees something else: {message}", str(request.source), hint)
+        raise EnvironmentFailure(problem) from None
 
 
-def _collect(
-    ray: ModuleType, jobs: Sequence[Job], staging: Staging, elsewhere: Elsewhere, place: Path, tick: Tick, look: _Noted
-) -> dict[str, str]:
-    write = ray.remote(num_cpus=1, max_retries=0)(_task(elsewhere))
-    how: dict[str, str] = {}
-    running: dict[Any, Job] = {}
-    for job in jobs:
-        look.whether_to_stop()
-        if (known := trusted(job, staging)) is not None:
-            how[job.name] = known
-            _tell(tick, job, known)
-        else:
-            running[write.remote(job.name)] = job
-    while running:
-        look.whether_to_stop()
-        for done in ray.wait(list(running), num_returns=1, timeout=POLL)[0]:
-            job = running.pop(done)
-            record = _result(ray, done)
-            (place / job.name).replace(staging.path(job.name))
-            staging.journal.add(job.name, record)
-            how[job.name] = str(record["how"])
-            _tell(tick, job, how[job.name])
-    return {job.name: how[job.name] for job in jobs}
+@lru_cache(maxsize=4)
+def _planned(request: Request) -> Conversion:
+    """Plan once per process: a process writes many parts of one conversion."""
+    from fse_convert.conversion.run import Conversion
+
+    return Conversion(request)
 
 
-class _Noted:
+class DeferredSignals:
     """Signals that came while Ray's own code ran, in which no Python handler may raise."""
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
+        self.main = threading.current_thread() is threading.main_thread()
         self.before: dict[int, Any] = {n: signal.getsignal(n) for n in self.numbers}
-        self.came: list[tuple[int, FrameType | None]] = []
+        self.pending: list[tuple[int, FrameType | None]] = []
 
-    def again(self) -> None:
-        """Take the handlers; Ray puts in one of its own, which ends the process as if all were well."""
-        for number in self.numbers:
-            signal.signal(number, lambda n, frame: self.came.append((n, frame)))
+    def install(self) -> None:
+        """Take the handlers; on a thread that may not handle signals, leave them alone."""
+        for number in self.numbers if self.main else ():
+            signal.signal(number, lambda n, frame: self.pending.append((n, frame)))
 
-    def back(self) -> None:
+    def restore(self) -> None:
         """Give the handlers back."""
-        for number, handler in self.before.items():
+        for number, handler in self.before.items() if self.main else ():
             signal.signal(number, handler)
 
-    def whether_to_stop(self) -> None:
+    def raise_pending(self) -> None:
         """Call the program's own handler for a signal that came."""
-        if self.came:
-            number, frame = self.came[0]
+        if self.pending:
+            number, frame = self.pending[0]
             handler = self.before[number]
             if callable(handler):
                 handler(number, frame)
 
 
-class _Nothing(_Noted):
-    """On a thread that may not handle signals."""
-
-    def again(self) -> None:
-        """Leave them alone."""
-
-    back = again
-
-
 @contextmanager
-def _noted_signals() -> Iterator[_Noted]:
-    look = _Noted() if threading.current_thread() is threading.main_thread() else _Nothing()
-    look.again()
+def _deferred_signals() -> Iterator[DeferredSignals]:
+    signals = DeferredSignals()
+    signals.install()
     try:
-        yield look
+        yield signals
     finally:
-        look.back()
-
-
-def _task(elsewhere: Elsewhere) -> Elsewhere:
-    """A plain function: Ray takes no partial ones."""
-
-    def write(name: str) -> dict[str, Any]:
-        return elsewhere(name)
-
-    return write
+        signals.restore()
 
 
 def _connected(address: str) -> ModuleType:
@@ -140,8 +131,8 @@ def _connected(address: str) -> ModuleType:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as e:
         raise _unreachable(address, str(e).splitlines()[0] if str(e) else type(e).__name__) from e
-    found: ModuleType = ray
-    return found
+    module: ModuleType = ray
+    return module
 
 
 def reach(address: str) -> None:
@@ -160,9 +151,10 @@ def _unreachable(address: str, why: str) -> EnvironmentFailure:
     )
 
 
-def _result(ray: ModuleType, done: Any) -> dict[str, Any]:
+def _result(ray: ModuleType, finished: Any) -> dict[str, str]:
+    """Return what a task returned, or raise what it raised as the command line knows it."""
     try:
-        record: dict[str, Any] = ray.get(done)
+        files: dict[str, str] = ray.get(finished)
     except ray.exceptions.RayTaskError as e:
         if isinstance(e.cause, FseConvertError | OSError | EOFError):
             raise e.cause from None
@@ -174,9 +166,4 @@ def _result(ray: ModuleType, done: Any) -> dict[str, Any]:
         lines = str(e).splitlines()
         message = f"a worker was lost: {lines[0] if lines else type(e).__name__}"
         raise EnvironmentFailure(Problem("worker-lost", message, "--ray", "look at the cluster's logs")) from e
-    return record
-
-
-def _tell(tick: Tick, job: Job, how: str) -> None:
-    tick(job.name, job.size, False, "")
-    tick(job.name, job.size, True, how)
+    return files

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from fse_convert.checkpoint.reader import Checkpoint, no_collection, some
-from fse_convert.errors import Problem
+from fse_convert.checkpoint.reader import Checkpoint, no_collection
+from fse_convert.errors import Problem, some
 from fse_convert.model.completeness import gaps
 from fse_convert.model.families import Family, find_family
 from fse_convert.model.formats import MXFP4_GROUP, Format, FormatError, Kind, read_format

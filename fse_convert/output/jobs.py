@@ -1,4 +1,4 @@
-"""Writes the files of an output on several threads, each journaled when it is on disk, and stops quickly when told to.
+"""Write the files of an output on several threads, each journaled when it is on disk, and stop quickly on a failure or signal.
 
 Threads are enough: copying, reading, writing, syncing and hashing all happen outside of Python's lock.
 """
@@ -8,25 +8,24 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Lock
-from typing import Any, NoReturn
+from threading import Event as Flag
+from threading import Lock
+from typing import NoReturn
 
 import xxhash
 
 from fse_convert.output.copying import read_into
 from fse_convert.output.staging import Staging, check_space
+from fse_convert.progress import Advance, Event, Observer
 
 logger = logging.getLogger(__name__)
 BUFFER = 4 << 20
 POLL = 0.1
 """Seconds between two looks at whether a signal has come."""
-
-Tick = Callable[[str, int, bool, str], None]
-"""Told of progress: file, bytes, whether it is finished, and how it came to be."""
 
 
 class Cancelled(Exception):
@@ -45,7 +44,7 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One file: its name, its size in bytes, and what writes it to a path and says how.
+    """One file: its name, its size in bytes, and what writes it to a path and returns how.
 
     ``linked``: the file that it is to be a hard link of, which takes no space and is not read. ``scans``: what to look for
     when it is read back.
@@ -53,13 +52,38 @@ class Job:
 
     name: str
     size: int
-    write: Callable[[Path, Callable[[int], None]], str]
+    write: Callable[[Path, Advance], str]
     linked: Path | None = None
     scans: tuple[Scan, ...] = ()
 
 
-def trusted(job: Job, staging: Staging) -> str | None:
-    """How a file came to be that the journal vouches for, once it has been hashed again; None when it must be written."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part ``index`` of ``count`` of one conversion, counted from 1; parts may be written at once, on several machines."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}-of-{self.count}"
+
+    def of(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return this part's files, in order: all parts together have every file once, and bytes as evenly as files allow."""
+        load = [0] * self.count
+        mine = set()
+        for job in sorted(jobs, key=lambda j: (-j.size, j.name)):
+            part = load.index(min(load))
+            load[part] += 0 if job.linked else job.size
+            if part == self.index - 1:
+                mine.add(job.name)
+        return [job for job in jobs if job.name in mine]
+
+
+def finished(job: Job, staging: Staging, fresh: Collection[str] = ()) -> str | None:
+    """Return how a file came to be that the journal vouches for; None when it must be written.
+
+    It is hashed again, unless it is one of the ``fresh`` files that this very run had other processes write.
+    """
     known = staging.journal.done.get(job.name)
     if known is None:
         return None
@@ -68,6 +92,8 @@ def trusted(job: Job, staging: Staging) -> str | None:
         info = path.lstat()
         if not stat.S_ISREG(info.st_mode) or not info.st_size == job.size == known.get("size") or not isinstance(how, str):
             return None
+        if job.name in fresh:
+            return how
         # Whether the source of a hard link is still the same, the fingerprint tells.
         same = digest(path) == hashed if hashed else job.linked is not None and path.samefile(job.linked)
     except OSError:
@@ -76,22 +102,9 @@ def trusted(job: Job, staging: Staging) -> str | None:
     return how if same else None
 
 
-def write_job(job: Job, staging: Staging, progress: Callable[[int], None]) -> dict[str, Any]:
-    """Write one file durably and read it back; returns its line for the journal, which is for the caller to write."""
-    check_space(staging.out, 0 if job.linked else job.size)
-    path = staging.path(job.name)
-    logger.debug("%s: writing %d bytes", job.name, job.size)
-    how = job.write(path, progress)
-    linked = job.linked is not None and path.samefile(job.linked)
-    return {"size": job.size, "xxh3_128": None if linked else digest(path, job.scans), "how": how}
-
-
-def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, tick: Tick) -> dict[str, str]:
-    """Write every file that the journal does not vouch for; returns how each came to be.
-
-    A file that the journal names is hashed again before it is trusted. The first failure stops all workers and is raised.
-    """
-    run = _Run(staging, tick)
+def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, observe: Observer, fresh: Collection[str] = ()) -> dict[str, str]:
+    """Write every file that is not `finished`; return how each came to be. The first failure stops all workers and is raised."""
+    run = _Run(staging, observe, fresh)
     pool = ThreadPoolExecutor(workers)
     futures: set[Future[tuple[str, str]]] = {pool.submit(run.job, job) for job in jobs}
     how: dict[str, str] = {}
@@ -109,7 +122,7 @@ def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, tick: Tick) ->
 
 
 def digest(path: Path, scans: tuple[Scan, ...] = ()) -> str:
-    """XXH3-128 of a file, as hex; looks for forbidden bytes on the way."""
+    """Return the XXH3-128 of a file as hex; look for forbidden bytes on the way."""
     hashed = xxhash.xxh3_128()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -135,29 +148,41 @@ def _look(scans: tuple[Scan, ...], buffer: bytearray, at: int, size: int) -> Non
 
 
 class _Run:
-    def __init__(self, staging: Staging, tick: Tick) -> None:
+    """Jobs under way on several threads."""
+
+    def __init__(self, staging: Staging, observe: Observer, fresh: Collection[str]) -> None:
         self.staging = staging
-        self.tick = tick
-        self.stop = Event()
+        self.observe = observe
+        self.fresh = fresh
+        self.stop = Flag()
         self.lock = Lock()
 
     def job(self, job: Job) -> tuple[str, str]:
-        how = trusted(job, self.staging)
-        if how is not None:
-            self._tell(job.name, job.size, done=False, how="")
+        how = finished(job, self.staging, self.fresh)
+        if how is None:
+            how = self._write(job)
         else:
-            record = write_job(job, self.staging, lambda n: self._progress(job.name, n))
-            how = str(record["how"])
-            with self.lock:
-                self.staging.journal.add(job.name, record)
-        self._tell(job.name, job.size, done=True, how=how)
+            self._report(Event(job.name, job.size))
+        self._report(Event(job.name, done=True, how=how))
         return job.name, how
 
-    def _progress(self, name: str, n: int) -> None:
+    def _write(self, job: Job) -> str:
+        """Write one file durably, read it back, and record it in the journal."""
+        check_space(self.staging.out, 0 if job.linked else job.size)
+        path = self.staging.path(job.name)
+        logger.debug("%s: writing %d bytes", job.name, job.size)
+        how = job.write(path, lambda n: self._advance(job.name, n))
+        linked = job.linked is not None and path.samefile(job.linked)
+        record = {"size": job.size, "xxh3_128": None if linked else digest(path, job.scans), "how": how}
+        with self.lock:
+            self.staging.journal.add(job.name, record)
+        return how
+
+    def _advance(self, name: str, n: int) -> None:
         if self.stop.is_set():
             raise Cancelled
-        self._tell(name, n, done=False, how="")
+        self._report(Event(name, n))
 
-    def _tell(self, name: str, n: int, *, done: bool, how: str) -> None:
+    def _report(self, event: Event) -> None:
         with self.lock:
-            self.tick(name, n, done, how)
+            self.observe(event)

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fse_convert.checkpoint.reader import MANIFEST, some
-from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError
+from fse_convert.checkpoint.names import MANIFEST
+from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, some
 from fse_convert.output.copying import exchange, write_all
 from fse_convert.output.journal import JOURNAL, Journal, differences, read_journal
 from fse_convert.output.lock import LOCK, OUTPUT, locked

@@ -21,34 +21,36 @@ def notes(plan: Plan, *, size: Callable[[float], str], linked: bool = False) -> 
     """Collect them. ``size``: how bytes are written. ``linked``: whether hard links spare the copy of untouched shards already."""
     own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _as_it_is(plan, size, linked=linked), _refused(plan))
     found = [n for n in own if n]
-    return [*plan.checkpoint.notes, *plan.description.conflicts, *found, *_stale(plan)]
+    return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *_stale(plan)]
 
 
 def padding_cost(plan: Plan, size: Callable[[float], str]) -> str:
     """What padding costs, in a sentence: bytes on disk and per rank."""
-    cost = padding(plan.description, plan.width)
+    decision = plan.decision
+    cost = padding(plan.source.description, decision.width)
     rank = cost.per_rank(Serving(ep=EXAMPLE_EP))
-    return (
-        f"Padding {plan.source_width} to {plan.width} costs {size(cost.disk)} on disk and {size(rank)} per rank at EP {EXAMPLE_EP}."
-    )
+    widths = f"{decision.source_width} to {decision.width}"
+    return f"Padding {widths} costs {size(cost.disk)} on disk and {size(rank)} per rank at EP {EXAMPLE_EP}."
 
 
 def _source_verdict(plan: Plan, name: str) -> Verdict:
     """What a target makes of the source."""
+    decision = plan.decision
     target = find_target(name)
     if target is None:
         raise ValueError(name)
-    return whole(tuple(target_verdict(v.layer, target, plan.checkpoint.config) for v in plan.verdicts))
+    return whole(tuple(target_verdict(v.layer, target, plan.source.checkpoint.config) for v in decision.verdicts))
 
 
 def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
     """Padding that servers which fuse the source do not need, unless it was asked for by --tp or for a server that does need it."""
+    decision = plan.decision
     narrow = find_target(MEGAMOE_128.name)
     if not plan.padded or narrow is None:
         return None
     target, tp = plan.options.target, plan.options.tp
-    forced = needed_width(plan.description, Options(narrow, tp=tp), plan.source_width) != plan.source_width
-    wanted = not target.is_contract and _source_verdict(plan, target.name).outcome is not plan.server.outcome
+    forced = needed_width(plan.source.description, Options(narrow, tp=tp), decision.source_width) != decision.source_width
+    wanted = not target.is_contract and _source_verdict(plan, target.name).outcome is not decision.server.outcome
     rows = [t for t in TARGETS if not t.is_contract]
     fusing = [t for t in rows if _source_verdict(plan, t.name).fused]
     if forced or wanted or not fusing:
@@ -58,49 +60,58 @@ def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
 
 
 def _fuses_nothing(plan: Plan) -> Problem | None:
-    if not plan.padded or plan.fused_layers:
+    decision = plan.decision
+    if not plan.padded or decision.fused_layers:
         return None
-    message = f"padding fuses nothing here: no layer fits {plan.options.contract.name}, at {plan.source_width} or at {plan.width}"
+    message = (
+        f"padding fuses nothing here: no layer fits {plan.options.contract.name}, at {decision.source_width} or at {decision.width}"
+    )
     return Problem("padding-fuses-nothing", message)
 
 
 def _beside(plan: Plan) -> Problem | None:
     """With --experts shared the padded width is in ``fse/`` alone, where no released server looks by itself."""
-    if plan.options.experts is Experts.ALL or plan.width == plan.source_width or not plan.sidecar:
+    decision = plan.decision
+    if plan.options.experts is Experts.ALL or decision.width == decision.source_width or not plan.sidecar:
         return None
     message = (
-        f"only fse/ has the shared experts at {plan.width}: a server uses them that loads it with fse_convert.serving (vLLM:"
+        f"only fse/ has the shared experts at {decision.width}: a server uses them that loads it with fse_convert.serving (vLLM:"
         f" --load-format fse); the standard layout is the source's, and is judged as such, without the plugin"
     )
     return Problem("sidecar-only", message)
 
 
 def _as_it_is(plan: Plan, size: Callable[[float], str], *, linked: bool) -> Problem | None:
-    if plan.padded or plan.width != plan.source_width or not plan.fused_layers:
+    decision = plan.decision
+    if plan.padded or decision.width != decision.source_width or not decision.fused_layers:
         return None
-    whose = plan.options.target.title if plan.server.fused and not plan.options.target.is_contract else plan.options.contract.name
-    message = f"{plan.fused_layers} of {len(plan.verdicts)} layers fit {whose} as they are: only fse/ is new"
-    copied = sum(s.source.size for s in plan.shards)
+    whose = (
+        plan.options.target.title if decision.server.fused and not plan.options.target.is_contract else plan.options.contract.name
+    )
+    message = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {whose} as they are: only fse/ is new"
+    copied = sum(s.source.size for s in plan.shards if s.source)
     return Problem("nothing-to-pad", message + ("" if linked else f"; --link hard avoids copying {size(copied)}"))
 
 
 def _refused(plan: Plan) -> Problem | None:
     """The output is as asked, but the server that it was asked for would not run it, or not on this path."""
+    decision = plan.decision
     target = plan.options.target
-    if target.is_contract or plan.server.outcome is not Outcome.REFUSED:
+    if target.is_contract or decision.server.outcome is not Outcome.REFUSED:
         return None
-    reasons = "; ".join(r.message for r in plan.server.reasons)
+    reasons = "; ".join(r.message for r in decision.server.reasons)
     return Problem("server-refuses", f"{target.title} refuses to run MegaMoE on the output's standard layout: {reasons}")
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:
     """Files that are carried over as they are, though they state the width that was padded away."""
-    if plan.main_width == plan.source_width:
+    decision = plan.decision
+    if decision.main_width == decision.source_width:
         return
-    for name, width in sorted(plan.contents.widths.items()):
-        if width == plan.source_width:
+    for name, width in sorted(plan.source.stated_widths.items()):
+        if width == decision.source_width:
             message = (
-                f"still says moe_inter_dim {width}, and is copied as it is: servers read config.json, which says {plan.main_width};"
+                f"still says moe_inter_dim {width} and is copied as is; servers read config.json, which says {decision.main_width};"
                 f" DeepSeek's own inference code reads this file and would not load the padded experts"
             )
             yield Problem("width-beside", message, name)

@@ -1,14 +1,14 @@
-"""Decides what a conversion will write, from headers alone: pure, and the same for everyone who asks."""
+"""Decide what a conversion will write: pure, and the same for everyone who asks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import lcm, prod
 from typing import Any
 
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
-from fse_convert.checkpoint.reader import SIDECAR, Checkpoint, Shard
+from fse_convert.checkpoint.names import SIDECAR
+from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem
 from fse_convert.layout.sizes import ceil_div, round_up
 from fse_convert.model.describe import LOAD_CONFLICTS, Description, LayerDescription, kernel_tensors
@@ -16,80 +16,61 @@ from fse_convert.model.families import FAMILIES
 from fse_convert.model.formats import Format, Kind, Tile
 from fse_convert.model.moe import LayerKind, Role
 from fse_convert.plan.plan import (
-    LAYOUT,
-    LAYOUT_VERSION,
-    ConfigEdit,
-    Contents,
+    Change,
+    Computed,
+    Copied,
+    Decision,
     Experts,
-    Growth,
-    KernelTensor,
     LayerVerdict,
     Options,
+    OutputShard,
     OutputTensor,
-    Part,
+    Padded,
     Plan,
-    ShardPlan,
     SharedExpert,
-    SidecarPlan,
     Tripwire,
     matrix,
-    tripwire,
 )
+from fse_convert.plan.source import Source
 from fse_convert.servers.native import Widths, kernel_verdict, target_verdict
-from fse_convert.servers.scales import INEXACT, UNREAD, Scales, with_scales
+from fse_convert.servers.scales import INEXACT, Scales, with_scales
 from fse_convert.servers.targets import Contract, Target, width_multiple
-from fse_convert.servers.verdict import Reason, Verdict, whole
+from fse_convert.servers.verdict import Reason, Verdict
+from fse_convert.sidecar.manifest import ConfigEdit
+from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, shard_metadata
 
 SIDECAR_SHARD_BYTES = 1 << 30
 """Layers are added to a sidecar shard until it holds this many bytes."""
-PACKED_K = 128
-"""K elements per int32 word of packed scales."""
+EMBEDDINGS = (".embed.weight", ".embed_tokens.weight", ".word_embeddings.weight", ".wte.weight")
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What is decided before any shard is looked at: widths, verdicts and config edits."""
-
-    n_shared: int
-    source_width: int
-    width: int
-    verdicts: tuple[LayerVerdict, ...]
-    edits: tuple[ConfigEdit, ...]
-
-    @property
-    def server(self) -> Verdict:
-        """What the target makes of the output's standard layout as a whole."""
-        return whole(tuple(v.server for v in self.verdicts))
-
-
-def make_plan(checkpoint: Checkpoint, description: Description, options: Options, contents: Contents | None = None) -> Plan:
+def make_plan(source: Source, options: Options) -> Plan:
     """Decide what to write.
 
-    ``contents``: what was read beyond headers; known only to whoever read the data.
     Raises InvalidCheckpoint for what is broken or not understood, NotConvertible for layers that would not fuse.
     """
-    contents = contents or Contents()
-    d = decide(checkpoint, description, options, contents.scales)
-    padded = options.experts is Experts.ALL and d.width != d.source_width
-    growing = _growing(description, d.width, d.n_shared) if padded else {}
-    shards = tuple(_shard_plan(s, growing) for s in checkpoint.shards)
-    fused = [v.layer for v in d.verdicts if v.verdict.fused]
-    sidecar = _sidecar(fused, d.n_shared * d.width, options.contract, tripwire(checkpoint))
-    decided = (d.n_shared, d.source_width, d.width, d.verdicts)
-    return Plan(checkpoint, description, options, *decided, shards, sidecar, d.edits, contents)
+    decision = decide(source, options)
+    checkpoint = source.checkpoint
+    padding = _padding(source.description, decision) if decision.main_width != decision.source_width else {}
+    shards = tuple(_shard(s, padding) for s in checkpoint.shards)
+    fused = [v.layer for v in decision.verdicts if v.verdict.fused]
+    sidecar = _sidecar(fused, decision.n_shared * decision.width, options.contract, tripwire(checkpoint))
+    return Plan(source=source, options=options, decision=decision, shards=shards, sidecar=sidecar)
 
 
-def decide(checkpoint: Checkpoint, description: Description, options: Options, scales: Scales = UNREAD) -> Decision:
+def decide(source: Source, options: Options) -> Decision:
     """Decide whether a conversion can run as asked, and at which width; raises as `make_plan` does."""
+    checkpoint, description, scales = source.checkpoint, source.description, source.scales
     _check_understood(checkpoint, description)
     source_width, n_shared = _widths(description)
     width = needed_width(description, options, source_width)
     main = width if options.experts is Experts.ALL else source_width
+    kernel_widths, main_widths = Widths(width, n_shared * width), Widths(main, n_shared * main)
     verdicts = tuple(
         LayerVerdict(
-            d,
-            with_scales(d, kernel_verdict(d, options.contract, options.target.pairings, Widths(width, n_shared * width)), scales),
-            _standard_verdict(d, options.target, checkpoint.config, Widths(main, n_shared * main), scales),
+            layer=d,
+            verdict=with_scales(d, kernel_verdict(d, options.contract, options.target.pairings, kernel_widths), scales),
+            server=_standard_verdict(d, options.target, checkpoint.config, main_widths, scales),
         )
         for d in description.layers
     )
@@ -98,19 +79,28 @@ def decide(checkpoint: Checkpoint, description: Description, options: Options, s
     if main != source_width:
         edits = _config_edits(checkpoint.config, description, source_width, width, n_shared)
         _check_edits(checkpoint.config, description, edits)
-    return Decision(n_shared, source_width, width, verdicts, edits)
+    return Decision(
+        n_shared=n_shared, source_width=source_width, main_width=main, width=width, verdicts=verdicts, config_edits=edits
+    )
 
 
-def planner(checkpoint: Checkpoint, description: Description, scales: Scales = UNREAD) -> Callable[[Options], Decision | None]:
-    """Make a function that says what a conversion with some options would decide, None where it would refuse."""
+def planner(source: Source) -> Callable[[Options], Decision | None]:
+    """Make a function that returns what a conversion with some options would decide, None where it would refuse."""
 
     def plans(options: Options) -> Decision | None:
         try:
-            return decide(checkpoint, description, options, scales)
+            return decide(source, options)
         except (InvalidCheckpoint, NotConvertible):
             return None
 
     return plans
+
+
+def tripwire(checkpoint: Checkpoint) -> OutputTensor:
+    """Return the tripwire of ``fse/``: the text model's embedding, which its loaders know, else the first tensor by name."""
+    names = [n for n in checkpoint.tensors if f".{n}".endswith(EMBEDDINGS)] or [min(checkpoint.tensors)]
+    name = min(names, key=lambda n: (len(n), n))  # a vision tower's has a longer one
+    return OutputTensor(name=name, dtype=checkpoint.tensors[name].dtype, shape=(0,), start=0, end=0, change=Tripwire())
 
 
 def needed_width(description: Description, options: Options, source_width: int) -> int:
@@ -213,24 +203,24 @@ def _layer_list(verdicts: list[LayerVerdict]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)} layers)"
 
 
-def _growing(description: Description, width: int, n_shared: int) -> dict[str, tuple[tuple[int, ...], Growth]]:
-    """Every expert tensor that grows, with its new shape."""
-    growing: dict[str, tuple[tuple[int, ...], Growth]] = {}
+def _padding(description: Description, decision: Decision) -> dict[str, tuple[tuple[int, ...], Padded]]:
+    """Return every expert tensor that grows in the standard layout, with its new shape."""
+    padding: dict[str, tuple[tuple[int, ...], Padded]] = {}
     for layer in description.layers:
-        for group, new in ((layer.routed, width), (layer.shared, n_shared * width)):
+        for group, width in ((layer.routed, decision.main_width), (layer.shared, decision.n_shared * decision.main_width)):
             if group is None:
                 continue
             for expert in group.experts:
                 for role, projection in expert.projections.items():
                     f = group.formats[role]
                     for suffix, info in projection.parts.items():
-                        grown = _grow(info, f, f.tiles[suffix], role, new)
-                        if grown:
-                            growing[info.name] = grown
-    return growing
+                        padded = _pad(info, f, f.tiles[suffix], role, width)
+                        if padded:
+                            padding[info.name] = padded
+    return padding
 
 
-def _grow(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int) -> tuple[tuple[int, ...], Growth] | None:
+def _pad(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int) -> tuple[tuple[int, ...], Padded] | None:
     if tile is None:
         return None
     n, k = (f.shape[0], width) if role is Role.DOWN else (width, f.shape[1])
@@ -238,22 +228,41 @@ def _grow(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int
     if shape == info.shape:
         return None
     rows, row_bytes = matrix(info)
-    new_row_bytes = prod(shape[1:]) * element_bytes(info.dtype)
-    return shape, Growth(rows, row_bytes, shape[0], new_row_bytes, tile.fill, tile.nan)
+    return shape, Padded(
+        source=info,
+        rows=rows,
+        row_bytes=row_bytes,
+        new_rows=shape[0],
+        new_row_bytes=prod(shape[1:]) * element_bytes(info.dtype),
+        fill=tile.fill,
+        nan=tile.nan,
+    )
 
 
-def _shard_plan(shard: Shard, growing: Mapping[str, tuple[tuple[int, ...], Growth]]) -> ShardPlan:
-    tensors: list[OutputTensor] = []
-    at = 0
+def _shard(shard: Shard, padding: Mapping[str, tuple[tuple[int, ...], Padded]]) -> OutputShard:
+    """Plan one shard of the standard layout, in the source's tensor order."""
+    changes: list[tuple[str, str, tuple[int, ...], Change]] = []
     for info in shard.header.tensors:
-        shape, growth = growing.get(info.name, (info.shape, None))
-        size = growth.new_rows * growth.new_row_bytes if growth else info.nbytes
-        tensors.append(OutputTensor(info, shape, at, at + size, growth))
-        at += size
-    return ShardPlan(shard, tuple(tensors))
+        shape, padded = padding.get(info.name, (info.shape, None))
+        changes.append((info.name, info.dtype, shape, padded or Copied(info)))
+    # Loaders ask for `format: pt`.
+    metadata = {"format": "pt", **shard.header.metadata}
+    return OutputShard(name=shard.name, tensors=_placed(changes), metadata=metadata, source=shard)
 
 
-def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract, wire: Tripwire) -> tuple[SidecarPlan, ...]:
+def _placed(tensors: Iterable[tuple[str, str, tuple[int, ...], Change]]) -> tuple[OutputTensor, ...]:
+    """Lay tensors (name, dtype, shape, change) out one after the other."""
+    placed: list[OutputTensor] = []
+    at = 0
+    for name, dtype, shape, change in tensors:
+        end = at + (change.source.nbytes if isinstance(change, Copied) else prod(shape) * element_bytes(dtype))
+        placed.append(OutputTensor(name=name, dtype=dtype, shape=shape, start=at, end=end, change=change))
+        at = end
+    return tuple(placed)
+
+
+def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract, wire: OutputTensor) -> tuple[OutputShard, ...]:
+    """Plan ``fse/``: layers are added to a shard until it is full. ``width``: of all shared experts of a layer together."""
     files: list[list[SharedExpert]] = []
     room = 0
     for layer in layers:
@@ -263,41 +272,22 @@ def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract,
         if room < size:
             files.append([])
             room = SIDECAR_SHARD_BYTES
-        files[-1].append(SharedExpert(f"{layer.layer.name}.experts", layer.shared, width))
+        files[-1].append(SharedExpert(prefix=kernel_prefix(layer.layer.name), group=layer.shared, width=width))
         room -= size
-    metadata = {
-        "format": "pt",
-        "fse_contract": contract.name,
-        "fse_layout": LAYOUT,
-        "fse_layout_version": str(LAYOUT_VERSION),
-    }
     return tuple(
-        SidecarPlan(
-            f"{SIDECAR}/shared-{i:05d}-of-{len(files):05d}.safetensors",
-            _kernel_tensors(experts),
-            metadata,
-            wire if i == 1 else None,
+        OutputShard(
+            name=f"{SIDECAR}/shared-{i:05d}-of-{len(files):05d}.safetensors",
+            tensors=((wire,) if i == 1 else ()) + _placed(_kernel_tensors(experts)),
+            metadata=shard_metadata(contract.name),
         )
         for i, experts in enumerate(files, 1)
     )
 
 
-def _kernel_tensors(experts: Iterable[SharedExpert]) -> tuple[KernelTensor, ...]:
-    tensors: list[KernelTensor] = []
-    at = 0
+def _kernel_tensors(experts: Iterable[SharedExpert]) -> Iterator[tuple[str, str, tuple[int, ...], Change]]:
     for shared in experts:
-        h, s = shared.group.hidden, shared.width
-        shapes = {
-            Part.L1_WEIGHT: ("F8_E4M3", (2 * s, h)),
-            Part.L1_SCALE: ("I32", (h // PACKED_K, 2 * s)),
-            Part.L2_WEIGHT: ("F8_E4M3", (h, s)),
-            Part.L2_SCALE: ("I32", (s // PACKED_K, h)),
-        }
-        for part, (dtype, shape) in shapes.items():
-            end = at + prod(shape) * element_bytes(dtype)
-            tensors.append(KernelTensor(f"{shared.prefix}.{part.value}", part, shared, dtype, shape, at, end))
-            at = end
-    return tuple(tensors)
+        for name, (dtype, shape) in kernel_shapes(shared.group.hidden, shared.width).items():
+            yield f"{shared.prefix}.{name.value}", dtype, shape, Computed(name, shared)
 
 
 def _config_edits(config: Mapping[str, Any], description: Description, old: int, new: int, n_shared: int) -> tuple[ConfigEdit, ...]:
@@ -310,9 +300,9 @@ def _config_edits(config: Mapping[str, Any], description: Description, old: int,
         if not isinstance(place, Mapping):
             continue
         if place.get(family.width_key) == old:
-            edits.append(ConfigEdit(section, family.width_key, old, new))
+            edits.append(ConfigEdit(section=section, key=family.width_key, old=old, new=new))
         if family.shared_width_key and place.get(family.shared_width_key) == n_shared * old:
-            edits.append(ConfigEdit(section, family.shared_width_key, n_shared * old, n_shared * new))
+            edits.append(ConfigEdit(section=section, key=family.shared_width_key, old=n_shared * old, new=n_shared * new))
     return tuple(edits)
 
 

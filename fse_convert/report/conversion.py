@@ -16,9 +16,9 @@ from fse_convert.servers.verdict import Outcome as Kind
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fse_convert.conversion.estimate import Needs
-    from fse_convert.conversion.run import Outcome
-    from fse_convert.output.parts import Share
+    from fse_convert.conversion.estimate import Estimate
+    from fse_convert.conversion.run import ConversionResult
+    from fse_convert.output.jobs import Part
 
 RATES = (200 << 20, 2 << 30)
 """Bytes per second of a network file system and of a fast local disk, for which a dry run says how long it takes."""
@@ -26,14 +26,14 @@ FITS, FITS_NOT = "fits", "does not fit"
 """What a layer is to the kernel contract."""
 
 
-def plan_json(plan: Plan, needs: Needs | None = None) -> dict[str, Any]:
+def plan_json(plan: Plan, needs: Estimate | None = None) -> dict[str, Any]:
     """A plan as JSON: what each shard holds, bytes, verdicts; and of a dry run what it ``needs``."""
     contract = plan.options.contract
     shards = [
         {
             "name": s.name,
-            "action": "rewrite" if s.rewritten else "carry",
-            "bytes_in": s.source.size,
+            "action": "carry" if s.carried else "rewrite",
+            "bytes_in": s.source.size if s.source else 0,
             "bytes_out": s.size,
         }
         for s in plan.shards
@@ -41,28 +41,28 @@ def plan_json(plan: Plan, needs: Needs | None = None) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "ok": True,
-        "family": plan.description.family.name if plan.description.family else None,
-        "model_type": plan.description.model_type,
+        "family": plan.source.description.family.name if plan.source.description.family else None,
+        "model_type": plan.source.description.model_type,
         "target": plan.options.target.name,
         "contract": contract.name,
         "experts": plan.options.experts.value,
-        "width": {"source": plan.source_width, "main": plan.main_width, "kernel": plan.width},
-        "n_shared_experts": plan.n_shared,
-        "layers": [layer_json(v) for v in plan.verdicts],
+        "width": {"source": plan.decision.source_width, "main": plan.decision.main_width, "kernel": plan.decision.width},
+        "n_shared_experts": plan.decision.n_shared,
+        "layers": [layer_json(v) for v in plan.decision.verdicts],
         "shards": shards,
-        "sidecar": [{"name": s.name, "bytes_out": s.size, "tensors": len(s.tensors)} for s in plan.sidecar],
-        "config_edits": [{"section": e.section, "key": e.key, "from": e.old, "to": e.new} for e in plan.config_edits],
+        "sidecar": [{"name": s.name, "bytes_out": s.size, "tensors": len(s.kernel_tensors)} for s in plan.sidecar],
+        "config_edits": [{"section": e.section, "key": e.key, "from": e.old, "to": e.new} for e in plan.decision.config_edits],
         "server": server_json(plan),
         "notes": [{"code": n.code, "message": n.message, "where": n.where} for n in notes(plan, size=size)],
         **({"needs": needs_json(needs)} if needs else {}),
     }
 
 
-def outcome_json(outcome: Outcome) -> dict[str, Any]:
+def result_json(result: ConversionResult) -> dict[str, Any]:
     """A finished conversion as JSON."""
-    files = dict(sorted(outcome.written.files.items()))
-    proof = proof_json(outcome.proof) if outcome.proof else None
-    return {**plan_json(outcome.plan), "files": files, "bytes": dict(sorted(outcome.written.bytes.items())), "proof": proof}
+    files = dict(sorted(result.files.items()))
+    proof = proof_json(result.proof) if result.proof else None
+    return {**plan_json(result.plan), "files": files, "bytes": dict(sorted(result.bytes.items())), "proof": proof}
 
 
 def print_plan(plan: Plan, *, title: str) -> None:
@@ -70,13 +70,13 @@ def print_plan(plan: Plan, *, title: str) -> None:
     out = console()
     out.print(_headline(plan, title))
     out.print(_layer_table(plan))
-    rewritten = [s for s in plan.shards if s.rewritten]
+    rewritten = [s for s in plan.shards if not s.carried]
     out.print(
         f"shards: {len(rewritten)} of {len(plan.shards)} rewritten, {len(plan.shards) - len(rewritten)} carried over;"
-        f" {size(sum(s.source.size for s in plan.shards))} in, {size(sum(s.size for s in plan.shards))} out;"
+        f" {size(sum(s.source.size for s in plan.shards if s.source))} in, {size(sum(s.size for s in plan.shards))} out;"
         f" kernel layout {size(sum(s.size for s in plan.sidecar))}"
     )
-    for edit in plan.config_edits:
+    for edit in plan.decision.config_edits:
         out.print(f"config.json: {edit.section + '.' if edit.section else ''}{edit.key} {edit.old} -> {edit.new}")
 
 
@@ -86,7 +86,7 @@ def print_notes(plan: Plan, link: Link, log: Log) -> None:
         log.line("note", shown(f"note[{note.code}]: {note}"), code=note.code, message=note.message, where=note.where)
 
 
-def print_needs(needs: Needs) -> None:
+def print_estimate(needs: Estimate) -> None:
     """Print what happens to every file, and what a conversion takes of the machine."""
     from rich import box
     from rich.table import Table
@@ -113,52 +113,51 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def needs_json(needs: Needs) -> dict[str, Any]:
+def needs_json(needs: Estimate) -> dict[str, Any]:
     """The same as JSON, in bytes."""
     files = [{"name": f.name, "what": f.what, "read": f.read, "written": f.written} for f in needs.files]
     found = {"disk": needs.disk, "free": needs.free, "fits": needs.fits, "memory": needs.memory}
     return {**found, "read": needs.read, "written": needs.written, "files": files}
 
 
-def print_part(outcome: Outcome, out: Path, share: Share) -> None:
+def print_part(result: ConversionResult, out: Path, share: Part) -> None:
     """Print what a part of a conversion wrote, and what comes next."""
-    ways = ", ".join(f"{how} {size(n)}" for how, n in sorted(outcome.written.bytes.items()))
-    part = f"part {share.index} of {share.count}: {len(outcome.written.files)} files are there for {shown(out)}: {ways or 'none'}"
+    ways = ", ".join(f"{how} {size(n)}" for how, n in sorted(result.bytes.items()))
+    part = f"part {share.index} of {share.count}: {len(result.files)} files are there for {shown(out)}: {ways or 'none'}"
     hint = "when every part is done, the same command without --shards proves them and publishes"
     console().print(f"{part}\n{hint}", markup=False, soft_wrap=True)
 
 
 def _headline(plan: Plan, title: str) -> str:
-    family = plan.description.family
-    widths = (
-        f"width {plan.source_width} -> {plan.width}" if plan.width != plan.source_width else f"width {plan.width}, nothing to pad"
-    )
-    fit = f"{plan.fused_layers} of {len(plan.verdicts)} layers fit {plan.options.contract.name}"
+    family, decision = plan.source.description.family, plan.decision
+    old, new = decision.source_width, decision.width
+    widths = f"width {old} -> {new}" if new != old else f"width {new}, nothing to pad"
+    fit = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {plan.options.contract.name}"
     server = server_sentence(plan)
     return f"{title}: {family.name if family else '?'}, {widths}; {fit}" + (f"; {server}" if server else "")
 
 
 def server_sentence(plan: Plan) -> str:
     """What the server that was converted for makes of the output; empty for a bare contract."""
-    target, verdict = plan.options.target, plan.server
+    target, verdict = plan.options.target, plan.decision.server
     if target.is_contract:
         return ""
-    fused = sum(v.server.fused for v in plan.verdicts)
+    fused = sum(v.server.fused for v in plan.decision.verdicts)
     if verdict.outcome is Kind.REFUSED:
         return f"{target.title} refuses MegaMoE ({verdict.reasons[0].code})"
     if fused or target.fuses:
         why = f" ({verdict.reasons[0].code})" if verdict.reasons else ""
-        return f"{target.title} fuses {fused} of {len(plan.verdicts)}{why}"
+        return f"{target.title} fuses {fused} of {len(plan.decision.verdicts)}{why}"
     return f"{target.title} runs MegaMoE, with the shared expert beside it"
 
 
 def server_json(plan: Plan) -> dict[str, Any] | None:
     """The same as JSON; None for a bare contract."""
-    target, verdict = plan.options.target, plan.server
+    target, verdict = plan.options.target, plan.decision.server
     if target.is_contract:
         return None
     reasons = [{"code": r.code, "message": r.message, "hint": r.hint} for r in verdict.reasons]
-    fused = sum(v.server.fused for v in plan.verdicts)
+    fused = sum(v.server.fused for v in plan.decision.verdicts)
     found = {"target": target.name, "verdict": verdict.outcome.value, "fused": verdict.fused, "fused_layers": fused}
     return {**found, "reasons": reasons}
 
@@ -170,7 +169,7 @@ def _layer_table(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("layers", "routed experts", "shared expert", plan.options.contract.name):
         table.add_column(column)
-    for names, judged in fold(plan.verdicts):
+    for names, judged in fold(plan.decision.verdicts):
         layer = judged.layer
         routed = f"{len(layer.layer.routed)} x {layer.routed.label}" if layer.routed else "-"
         verdict = judged.verdict
@@ -179,7 +178,7 @@ def _layer_table(plan: Plan) -> Table:
     return table
 
 
-def print_written(outcome: Outcome, out: Path) -> None:
+def print_written(result: ConversionResult, out: Path) -> None:
     """Print what was written, by the way it came to be."""
-    ways = ", ".join(f"{how} {size(n)}" for how, n in sorted(outcome.written.bytes.items()))
+    ways = ", ".join(f"{how} {size(n)}" for how, n in sorted(result.bytes.items()))
     console().print(f"written to {shown(out)}: {ways}", markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from fse_convert.report.common import console, size
 from fse_convert.report.log import Log
 
 if TYPE_CHECKING:
-    from fse_convert.conversion.files import Event, Observer
+    from fse_convert.progress import Event, Observer
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fse_convert.checkpoint.header import TensorInfo, header_length, parse_header
-from fse_convert.checkpoint.reader import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX, some
-from fse_convert.errors import FseConvertError, NotServable, Problem
-from fse_convert.plan.manifest import FORMAT, FORMAT_VERSION
-from fse_convert.plan.plan import LAYOUT, LAYOUT_VERSION, Part
+from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX
+from fse_convert.errors import FseConvertError, NotServable, Problem, some
 from fse_convert.servers.targets import Contract
 from fse_convert.serving import stated
 from fse_convert.serving.stated import RECONVERT, refuse
+from fse_convert.sidecar.manifest import FORMAT, FORMAT_VERSION
+from fse_convert.sidecar.tensors import LAYOUT, LAYOUT_VERSION, KernelTensorName
 from fse_convert.sidecar.typed import natural, text
 
 if TYPE_CHECKING:
@@ -95,13 +95,13 @@ class Sidecar:
 
     def nbytes(self, prefix: str) -> int:
         """Bytes of one layer's four tensors."""
-        return sum(self._places[f"{prefix}.{part.value}"].nbytes for part in Part)
+        return sum(self._places[f"{prefix}.{part.value}"].nbytes for part in KernelTensorName)
 
     def tensors(self, prefix: str) -> KernelShared:
         """The four tensors of a layer; raises NotServable when it is not there."""
-        return KernelShared(*(self.tensor(prefix, part) for part in Part))
+        return KernelShared(*(self.tensor(prefix, part) for part in KernelTensorName))
 
-    def tensor(self, prefix: str, part: Part) -> Tensor:
+    def tensor(self, prefix: str, part: KernelTensorName) -> Tensor:
         """Read one tensor of a layer, as the kernel takes it; raises NotServable when it is not there, or not as it was written."""
         name = f"{prefix}.{part.value}"
         if name not in self._places:
@@ -111,7 +111,7 @@ class Sidecar:
         tensor = self._get(shard, name)
         if self.digests is not None:
             stated.check_bytes(name, tensor, self.digests.get(name), str(self.folder / shard))
-        return tensor.t() if part in {Part.L1_SCALE, Part.L2_SCALE} else tensor
+        return tensor.t() if part in {KernelTensorName.L1_SCALE, KernelTensorName.L2_SCALE} else tensor
 
     def check_original(self, prefix: str) -> None:
         """Refuse a sidecar beside the shards of another checkpoint of the same shapes, or beside shards that changed.
@@ -323,14 +323,14 @@ def _check_shapes(folder: Path, places: Mapping[str, TensorInfo], layers: tuple[
     """Every layer has its four tensors, in the shapes that the manifest's width gives; returns the hidden size."""
     h = 0
     for prefix in layers:
-        parts = {part: places.get(f"{prefix}.{part.value}") for part in Part}
-        l1 = parts[Part.L1_WEIGHT]
+        parts = {part: places.get(f"{prefix}.{part.value}") for part in KernelTensorName}
+        l1 = parts[KernelTensorName.L1_WEIGHT]
         h = h or (l1.shape[-1] if l1 and l1.shape else 0)
         expected = {
-            Part.L1_WEIGHT: ("F8_E4M3", (2 * s, h)),
-            Part.L1_SCALE: ("I32", (h // K_PER_WORD, 2 * s)),
-            Part.L2_WEIGHT: ("F8_E4M3", (h, s)),
-            Part.L2_SCALE: ("I32", (s // K_PER_WORD, h)),
+            KernelTensorName.L1_WEIGHT: ("F8_E4M3", (2 * s, h)),
+            KernelTensorName.L1_SCALE: ("I32", (h // K_PER_WORD, 2 * s)),
+            KernelTensorName.L2_WEIGHT: ("F8_E4M3", (h, s)),
+            KernelTensorName.L2_SCALE: ("I32", (s // K_PER_WORD, h)),
         }
         for part, info in parts.items():
             if info is None or (info.dtype, info.shape) != expected[part]:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from fse_convert.checkpoint.reader import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX, some
-from fse_convert.errors import NotServable, Problem
-from fse_convert.plan.manifest import DIGEST, own_digest
+from fse_convert.checkpoint.encoding import sha256
+from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX
+from fse_convert.errors import NotServable, Problem, some
 from fse_convert.servers.verdict import Outcome
-from fse_convert.sidecar.originals import sha256
+from fse_convert.sidecar.manifest import DIGEST, own_digest
 from fse_convert.sidecar.typed import natural, text
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import Folder
-from fse_convert.checkpoint.reader import CONFIG, MANIFEST
+from fse_convert.checkpoint.names import CONFIG, MANIFEST
 from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure
-from fse_convert.plan.manifest import DIGEST, FORMAT, FORMAT_VERSION, own_digest
-from fse_convert.sidecar.originals import encode_json
+from fse_convert.sidecar.manifest import DIGEST, FORMAT, FORMAT_VERSION, own_digest
 from fse_convert.sidecar.typed import natural, text
 
 RESTORE_HINT = "give the folder that fse-convert wrote"

@@ -6,23 +6,18 @@ in an order of its own, a config with tabs) the manifest keeps as text, and `fse
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, METADATA
+from fse_convert.checkpoint.encoding import encode_header, header_entry, sha256
+from fse_convert.checkpoint.header import BITS
 
 
 def pick(candidates: Iterable[bytes], digest: str) -> bytes | None:
     """Return the candidate with this SHA-256 (hex), None if there is none."""
     return next((c for c in candidates if sha256(c) == digest), None)
-
-
-def sha256(data: bytes) -> str:
-    """SHA-256 as hex."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def config_candidates(converted: Mapping[str, Any], edits: Iterable[tuple[str, str, int]]) -> Iterator[bytes]:
@@ -62,24 +57,11 @@ def header_candidates(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metad
     at = 0
     for name, dtype, shape in tensors:
         end = at + prod(shape) * BITS[dtype] // 8
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        entries[name] = header_entry(dtype, shape, at, end)
         at = end
     bare = {k: v for k, v in metadata.items() if k != "format"}
     for found in (metadata, None, bare):
         yield encode_header(entries, found)
-
-
-def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None) -> bytes:
-    """Encode as the safetensors library does: no spaces, metadata first, padded with spaces to 8 bytes."""
-    full = entries if metadata is None else {METADATA: metadata, **entries}
-    raw = json.dumps(full, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
-
-
-def encode_json(value: Any) -> bytes:
-    """Encode as the hub's files are: two spaces, UTF-8, a newline at the end; file names that are no Unicode as escapes."""
-    return json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _encodings(value: Any) -> Iterator[bytes]:

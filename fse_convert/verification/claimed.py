@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.header import LENGTH_BYTES
-from fse_convert.checkpoint.reader import MANIFEST
-from fse_convert.plan.manifest import source_identity
+from fse_convert.checkpoint.names import MANIFEST
+from fse_convert.plan.manifest import shard_identities, small_digests
+from fse_convert.plan.source import Source
 from fse_convert.sidecar.claims import Claims
-from fse_convert.sidecar.originals import sha256
-from fse_convert.verification.expected import Padded, Source, config_edits
+from fse_convert.verification.expected import Padded, config_edits
 from fse_convert.verification.findings import Mismatch, StorageResult
 from fse_convert.verification.texts import difference
 
 
 def identity_mismatches(claims: Claims, source: Source) -> list[Mismatch]:
     """Whether this is the source that the output was made from, by the digests of its small files and headers."""
-    actual = source_identity(source.checkpoint, source.folder)
+    shards = {n: msgspec.to_builtins(s) for n, s in shard_identities(source.checkpoint).items()}
+    actual: dict[str, Any] = {"files": small_digests(source.checkpoint), "shards": shards}
     found: list[Mismatch] = []
     for part in ("files", "shards"):
         unlike = difference(claims.source.get(part), actual[part])

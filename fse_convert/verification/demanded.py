@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import fse_convert
-from fse_convert.checkpoint.reader import MANIFEST
+from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import InvalidCheckpoint, NotConvertible
-from fse_convert.plan.contents import read_contents
-from fse_convert.plan.manifest import DIGEST, manifest
-from fse_convert.plan.plan import Experts, LayerVerdict, Options, Plan
+from fse_convert.plan.manifest import draft_manifest
+from fse_convert.plan.plan import Computed, Experts, LayerVerdict, Options, Plan
 from fse_convert.plan.planner import make_plan
+from fse_convert.plan.source import Source
 from fse_convert.servers.targets import find_target
 from fse_convert.sidecar.claims import Claims
-from fse_convert.verification.expected import KernelExpert, Source, kernel_experts
+from fse_convert.sidecar.manifest import DIGEST
+from fse_convert.verification.expected import KernelExpert, kernel_experts
 from fse_convert.verification.findings import Mismatch
 from fse_convert.verification.texts import ABSENT, difference, short
 
@@ -45,12 +46,12 @@ class Demand:
     @property
     def moe_layers(self) -> int:
         """MoE layers of the source: the denominator of every count of layers."""
-        return len(self.plan.verdicts)
+        return len(self.plan.decision.verdicts)
 
     @property
     def widths(self) -> tuple[int, int, int]:
         """Width of one expert: source, main, kernel."""
-        return self.plan.source_width, self.plan.main_width, self.plan.width
+        return self.plan.decision.source_width, self.plan.decision.main_width, self.plan.decision.width
 
     def files(self) -> dict[str, list[KernelExpert]]:
         """Experts by file of ``fse/``, both in the order in which a conversion writes them."""
@@ -61,21 +62,24 @@ class Demand:
         return found
 
 
-def demand(source: Source, claims: Claims) -> Demand | Mismatch:
-    """Plan the conversion that a manifest says was made; a mismatch when there is none. Raises OSError, EOFError."""
+def replan(source: Source, claims: Claims) -> Plan | Mismatch:
+    """Plan the conversion that a manifest says was made; a mismatch when there is none."""
     arguments = claims.raw["arguments"]
     target = find_target(claims.target)
     try:
         options = Options(target or _unknown(claims.target), Experts(claims.experts), arguments["tp"], arguments["allow_unfused"])
-        contents = read_contents(source.checkpoint, source.folder, source.description)
-        plan = make_plan(source.checkpoint, source.description, options, contents)
+        return make_plan(source, options)
     except (InvalidCheckpoint, NotConvertible, ValueError) as e:
         why = str(e).partition("\n")[0]
         return Mismatch("manifest", MANIFEST, expected="arguments by which the source converts", found=f"{short(arguments)}: {why}")
-    verdicts = {v.layer.layer.name: v.verdict.outcome.value for v in plan.verdicts}
-    experts = tuple(kernel_experts(source.description, verdicts, plan.n_shared * plan.width))
-    places = {t.shared.prefix: s.name for s in plan.sidecar for t in s.tensors}
-    return Demand(source, plan, experts, places, tuple(_left_out(plan, experts)))
+
+
+def demand(plan: Plan) -> Demand:
+    """Derive what the source demands of an output."""
+    verdicts = {v.layer.layer.name: v.verdict.outcome.value for v in plan.decision.verdicts}
+    experts = tuple(kernel_experts(plan.source.description, verdicts, plan.decision.n_shared * plan.decision.width))
+    places = {t.change.shared.prefix: s.name for s in plan.sidecar for t in s.kernel_tensors if isinstance(t.change, Computed)}
+    return Demand(plan.source, plan, experts, places, tuple(_left_out(plan, experts)))
 
 
 def _unknown(target: str) -> NoReturn:
@@ -84,7 +88,7 @@ def _unknown(target: str) -> NoReturn:
 
 def _left_out(plan: Plan, experts: tuple[KernelExpert, ...]) -> Iterator[tuple[str, str]]:
     held = {e.prefix for e in experts}
-    for v in plan.verdicts:
+    for v in plan.decision.verdicts:
         if f"{v.layer.layer.name}.experts" not in held:
             yield v.layer.layer.name, _why(v)
 
@@ -98,11 +102,11 @@ def _why(v: LayerVerdict) -> str:
 def model_mismatches(claims: Claims, demanded: Demand) -> list[Mismatch]:
     """Compare family and widths: unless these agree there is no telling which bytes to expect."""
     plan, (source, main, kernel) = demanded.plan, demanded.widths
-    family = plan.description.family
+    family = plan.source.description.family
     expected = {
         "family": family.name if family else "",
-        "model_type": plan.description.model_type,
-        "n_shared_experts": plan.n_shared,
+        "model_type": plan.source.description.model_type,
+        "n_shared_experts": plan.decision.n_shared,
         "width": {"source": source, "main": main, "kernel": kernel},
     }
     return _compare("model", expected, claims.raw.get("model"))
@@ -115,7 +119,7 @@ def manifest_mismatches(claims: Claims, demanded: Demand, texts: Mapping[str, by
     reading the output back can tell (`FINISHED`) and the tool's version are left to the caller.
     """
     stated = claims.raw
-    expected: dict[str, Any] = manifest(demanded.plan, demanded.source.folder, texts)
+    expected: dict[str, Any] = {k: v for k, v in draft_manifest(demanded.plan, texts).value().items() if k not in FINISHED}
     if tool_note(claims):
         expected["tool"] = {**expected["tool"], "version": stated["tool"]["version"]}
     keys = [*expected, *(FINISHED if DIGEST in stated else ())]

@@ -12,27 +12,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import BITS, TensorInfo
-from fse_convert.checkpoint.reader import Checkpoint, Shard, open_checkpoint
-from fse_convert.model.describe import Description, ExpertGroup, LayerDescription, describe
+from fse_convert.checkpoint.reader import Shard
+from fse_convert.model.describe import Description, ExpertGroup, LayerDescription
 from fse_convert.model.formats import Format, Kind
 from fse_convert.model.moe import Role
+from fse_convert.plan.source import Source
 
 FUSED = "fused"
 PACKED = 128
 """Columns under one int32 word of scales."""
 ONES = {"F8_E8M0": b"\x7f", "U8": b"\x7f", "F32": b"\0\0\x80\x3f", "F8_E4M3": b"\x38", "BF16": b"\x80\x3f"}
 """The code of 1.0, which pads scales, by their dtype; weights are padded with zero bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A source checkpoint, opened and described."""
-
-    folder: LocalFolder
-    checkpoint: Checkpoint
-    description: Description
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +62,6 @@ class KernelExpert:
             f"{self.prefix}.shared_l2_weight": ("F8_E4M3", (h, s)),
             f"{self.prefix}.shared_l2_weight_scale": ("I32", (s // PACKED, h)),
         }
-
-
-def open_source(folder: LocalFolder) -> Source:
-    """Open and describe a source; raises InvalidCheckpoint."""
-    checkpoint = open_checkpoint(folder)
-    return Source(folder, checkpoint, describe(checkpoint))
-
-
-def source_widths(description: Description) -> tuple[int, int] | None:
-    """Width of one routed expert, and the shared MLP's width as a multiple of it; None where layers differ."""
-    routed = {d.routed.width for d in description.layers if d.routed}
-    shared = {d.shared.width for d in description.layers if d.shared}
-    if len(routed) != 1 or len(shared) != 1:
-        return None
-    (width,), (total,) = routed, shared
-    return (width, total // width) if total % width == 0 else None
 
 
 def padded_tensors(description: Description, width: int, main: int) -> dict[str, Padded]:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from fse_convert.checkpoint.encoding import encode_header, encode_json
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import LENGTH_BYTES, TensorInfo, header_length, parse_header
-from fse_convert.checkpoint.reader import INDEX, MANIFEST, SIDECAR, SUFFIX, Shard, natural_key
+from fse_convert.checkpoint.names import INDEX, MANIFEST, SIDECAR, SUFFIX, natural_key
+from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
-from fse_convert.sidecar.originals import encode_header, encode_json
 from fse_convert.verification.findings import Findings, Mismatch
 from fse_convert.verification.texts import bytes_mismatch, compare_text
 

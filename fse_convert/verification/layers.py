@@ -174,7 +174,7 @@ def _run_one(
         return KernelResult("failed", pair, {}, found)
     kernel, theirs = pair
     x = sample_hidden_states(TOKENS, kernel.hidden, SEED)
-    reference, shared = fused_expert(x, theirs, limit), demanded.plan.n_shared
+    reference, shared = fused_expert(x, theirs, limit), demanded.plan.decision.n_shared
     return check_kernel(kernel, x, reference, source=theirs, shared_experts=shared, limit=limit, device=device)
 
 

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
+from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.reader import MANIFEST, Checkpoint, Shard
-from fse_convert.sidecar.originals import sha256
+from fse_convert.checkpoint.names import MANIFEST
+from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.torch_threads import one_torch_thread
 from fse_convert.verification.expected import KernelExpert, Padded
 from fse_convert.verification.findings import Coverage, Findings, Progress, StorageResult

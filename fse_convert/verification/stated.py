@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from fse_convert.checkpoint.reader import MANIFEST
-from fse_convert.plan.manifest import DIGEST
+from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.sidecar.claims import Claims
+from fse_convert.sidecar.manifest import DIGEST
 from fse_convert.verification.findings import BOUND, KERNEL_REASONS, NO_LAYERS, NOT_ASKED, SEED, TOKENS, Mismatch, StorageResult
 from fse_convert.verification.texts import difference, short
 

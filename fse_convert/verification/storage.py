@@ -12,21 +12,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
+from fse_convert.checkpoint.encoding import encode_json, header_entry
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.reader import CONFIG, INDEX, MANIFEST, SIDECAR, Shard, read_checkpoint
+from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR
+from fse_convert.checkpoint.reader import Shard, read_checkpoint
 from fse_convert.errors import VerificationFailure
-from fse_convert.model.describe import describe
 from fse_convert.model.moe import Role
-from fse_convert.plan.plan import tripwire
+from fse_convert.plan.plan import Plan
+from fse_convert.plan.planner import tripwire
+from fse_convert.plan.source import Source, describe_source
 from fse_convert.sidecar.claims import Claims
-from fse_convert.sidecar.originals import encode_json
 from fse_convert.verification.claimed import claim_mismatches, digest_mismatches, identity_mismatches
-from fse_convert.verification.demanded import Demand, demand, manifest_mismatches, model_mismatches, tool_note
+from fse_convert.verification.demanded import Demand, demand, manifest_mismatches, model_mismatches, replan, tool_note
 from fse_convert.verification.expected import (
     PACKED,
     KernelExpert,
     Padded,
-    Source,
     config_edits,
     edited,
     header_entries,
@@ -59,6 +60,7 @@ SIDECAR_METADATA = {"fse_layout": "megamoe-fp8-shared", "fse_layout_version": "1
 
 def prove_storage(
     source: Source,
+    plan: Plan | None,
     out: LocalFolder,
     claims: Claims,
     *,
@@ -84,9 +86,13 @@ def prove_storage(
     findings.add(*identity_mismatches(claims, source))
     if findings.count:
         return nothing
-    demanded = demand(source, claims)
-    findings.add(*([demanded] if isinstance(demanded, Mismatch) else model_mismatches(claims, demanded)))
-    if isinstance(demanded, Mismatch) or findings.listed:
+    planned = plan or replan(source, claims)
+    if isinstance(planned, Mismatch):
+        findings.add(planned)
+        return nothing
+    demanded = demand(planned)
+    findings.add(*model_mismatches(claims, demanded))
+    if findings.listed:
         return nothing
     padded = padded_tensors(source.description, *demanded.widths[:2])
     texts = _texts(source, demanded, padded)
@@ -128,7 +134,7 @@ def prove_alone(
     findings = Findings()
     opened = read_checkpoint(out)
     findings.add(*refusals(opened.problems))
-    source = Source(out, opened.checkpoint, describe(opened.checkpoint))
+    source = describe_source(opened.checkpoint)
     shards, sidecar = opened.checkpoint.shards, read_sidecar(out, findings)
     layers = kernel_experts(source.description, claims.layers, claims.n_shared * claims.widths[2])
     for shard in sidecar:
@@ -217,7 +223,7 @@ def _check_sidecar(
             entries = kernel_entries(files[shard.name])
             if shard.name == next(iter(files)):
                 wire = tripwire(source.checkpoint)
-                entries = {wire.name: wire.entry, **entries}
+                entries = {wire.name: header_entry(wire.dtype, (0,), 0, 0), **entries}
             findings.add(*header_mismatches(out, shard, entries, _metadata(demanded.plan.options.contract.name)))
     return found
 
@@ -267,7 +273,7 @@ def _inexact(source: Source, layers: Iterable[KernelExpert]) -> list[Mismatch]:
 
 def _texts(source: Source, demanded: Demand, padded: Mapping[str, Padded]) -> dict[str, bytes]:
     """config.json and the index as they must be: the source's, with the edits that padding demands."""
-    edits = config_edits(source, demanded.plan.n_shared, *demanded.widths[:2])
+    edits = config_edits(source, demanded.plan.decision.n_shared, *demanded.widths[:2])
     expected = {CONFIG: encode_json(edited(source.checkpoint.config, edits)) if edits else source.folder.read(CONFIG)}
     if INDEX in source.folder.files:
         expected[INDEX] = _index(source, padded)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.reader import INDEX, Checkpoint, natural_key, open_checkpoint, some
-from fse_convert.errors import InvalidCheckpoint
+from fse_convert.checkpoint.names import INDEX, natural_key
+from fse_convert.checkpoint.reader import Checkpoint, open_checkpoint
+from fse_convert.errors import InvalidCheckpoint, some
 
 Make = Callable[..., Path]
 

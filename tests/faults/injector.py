@@ -105,7 +105,8 @@ def preload() -> None:
     for name in (
         "torch", "rich.box", "rich.console", "rich.table", "fse_convert.conversion.files",
         "fse_convert.report.conversion",
-        "fse_convert.report.proof", "fse_convert.report.progress", "fse_convert.verification.layers", "fse_convert.verification.proof",
+        "fse_convert.report.proof", "fse_convert.report.progress",
+        "fse_convert.verification.layers", "fse_convert.verification.proof",
     ):  # fmt: skip
         importlib.import_module(name)
 

@@ -21,7 +21,8 @@ import atheris
 
 with atheris.instrument_imports(include=["fse_convert"]):
     from fse_convert.checkpoint.header import BITS, header_length, parse_header
-    from fse_convert.checkpoint.reader import CONFIG, INDEX, open_checkpoint
+    from fse_convert.checkpoint.names import CONFIG, INDEX
+    from fse_convert.checkpoint.reader import open_checkpoint
     from fse_convert.errors import FseConvertError, InvalidCheckpoint
     from fse_convert.model.describe import describe
     from fse_convert.plan.notes import notes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fse_convert.checkpoint.reader import MANIFEST
+from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, Locked, Problem, UsageError
 from fse_convert.output.staging import Staging, check_space, stage
 

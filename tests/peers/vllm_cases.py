@@ -28,7 +28,7 @@ import xxhash
 from make_checkpoint import make_checkpoint
 from safetensors import safe_open
 
-from fse_convert.plan.manifest import DIGEST, own_digest
+from fse_convert.sidecar.manifest import DIGEST, own_digest
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fse_convert.errors import NotServable
-from fse_convert.plan.manifest import DIGEST, own_digest
 from fse_convert.plan.plan import Part
 from fse_convert.servers.targets import MEGAMOE_128, MEGAMOE_512
 from fse_convert.serving.sidecar import KernelShared, Sidecar, Widths, is_converted, locate, open_sidecar
+from fse_convert.sidecar.manifest import DIGEST, own_digest
 
 Run = Callable[..., tuple[int, str, str]]
 LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts", "mtp.0.ffn.experts")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import NotServable
-from fse_convert.plan.manifest import DIGEST, own_digest
 from fse_convert.plan.plan import Part
 from fse_convert.serving.sidecar import open_sidecar
+from fse_convert.sidecar.manifest import DIGEST, own_digest
 
 LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts", "mtp.0.ffn.experts")
 INDEX = "model.safetensors.index.json"

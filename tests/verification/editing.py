@@ -10,8 +10,8 @@ from typing import Any
 
 import xxhash
 
-from fse_convert.plan.manifest import DIGEST, own_digest
-from fse_convert.sidecar.originals import encode_json
+from fse_convert.checkpoint.encoding import encode_json
+from fse_convert.sidecar.manifest import DIGEST, own_digest
 
 Manifest = dict[str, Any]
 INDEX = "model.safetensors.index.json"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from editing import INDEX, L1, SIDECAR, Manifest, into, load, read, seal, write
 
+from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.sidecar.claims import read_claims
-from fse_convert.sidecar.originals import encode_json
 from fse_convert.verification.demanded import Demand, demand
 from fse_convert.verification.expected import open_source
 from fse_convert.verification.layers import check_layers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from editing import INDEX, SIDECAR, Manifest, into, load, read, seal, write
 
-from fse_convert.sidecar.originals import encode_json
+from fse_convert.checkpoint.encoding import encode_json
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from pathlib import Path
 
+from fse_convert.errors import Problem, UsageError
 from fse_convert.inspection import Inspection
 from fse_convert.model.moe import LayerKind
 from fse_convert.report.inspection.view import (
@@ -132,3 +135,19 @@ def _list(items: Iterable[str], tag: str = "ul") -> Iterator[str]:
     listed = list(items)
     if listed:
         yield f"<{tag}>" + "".join(f"<li>{item}</li>" for item in listed) + f"</{tag}>"
+
+
+def check_report(path: Path, checkpoint: str) -> None:
+    """Refuse to write a report over a file that is not a report, or into the checkpoint that it is about."""
+    if (
+        path.exists()
+        and path.is_file()
+        and path.stat().st_size
+        and not path.read_bytes()[:15].lower().startswith(b"<!doctype html")
+    ):
+        raise UsageError(
+            Problem("report-exists", "a file that is not an HTML report is there already", str(path), "give another name")
+        )
+    if "://" not in checkpoint and Path(os.path.realpath(checkpoint)) in Path(os.path.realpath(path)).parents:
+        hint = "the source is never written; write the report elsewhere"
+        raise UsageError(Problem("report-in-source", "the report would lie in the checkpoint", str(path), hint))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fse_convert.checkpoint.reader import INDEX, MANIFEST, SIDECAR
+from fse_convert.checkpoint.names import INDEX, MANIFEST, SIDECAR
 from fse_convert.errors import NotServable, Problem
 from fse_convert.servers.targets import TARGETS, Target, find_target
 from fse_convert.serving.sglang import modes, modules

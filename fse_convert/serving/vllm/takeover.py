@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from fse_convert.errors import NotServable, Problem
 from fse_convert.layout.sizes import round_up
-from fse_convert.plan.plan import Part
 from fse_convert.servers.targets import TARGETS, Target, find_target
 from fse_convert.serving.sidecar import Sidecar
 from fse_convert.serving.stated import RECONVERT
+from fse_convert.sidecar.tensors import KernelTensorName
 
 SLOTS = ("_transformed_shared_l1_weights", "_transformed_shared_l2_weights")
 NOT_MEGAMOE = "serve it with --moe-backend deep_gemm_mega_moe --enable-expert-parallel, or without --load-format fse"
@@ -86,7 +86,7 @@ class Takeover:
         self.blocks = find_blocks(model)
         self.taken: dict[str, str] = {}
         self.nbytes = 0
-        self._parts: dict[str, set[Part]] = {block.name: set() for block in self.blocks}
+        self._parts: dict[str, set[KernelTensorName]] = {block.name: set() for block in self.blocks}
         self._check_model(model)
         for block in self.blocks:
             self._check_block(block)
@@ -151,7 +151,7 @@ class Takeover:
         for block in self.blocks:
             if block.slots and block.name in self.taken:
                 self._fill(block, self.taken[block.name])
-        missing = [name for name, parts in self._parts.items() if len(parts) != len(Part)]
+        missing = [name for name, parts in self._parts.items() if len(parts) != len(KernelTensorName)]
         if missing:
             message = f"{len(missing)} of {len(self.blocks)} layers did not get their shared experts from the sidecar"
             raise NotServable(Problem("sidecar-layer", message, ", ".join(missing[:4]), RECONVERT))
@@ -178,7 +178,7 @@ class Takeover:
         def load(name: str, tensor: Tensor) -> str:
             prefix = self._arrive(block, tensor)
             layer = "l2" if ".w2." in name or ".down_proj." in name else "l1"
-            part = Part(f"shared_{layer}_weight" + ("_scale" if "scale" in name.rpartition(".")[2] else ""))
+            part = KernelTensorName(f"shared_{layer}_weight" + ("_scale" if "scale" in name.rpartition(".")[2] else ""))
             if part not in self._parts[block.name]:
                 self._copy(block, part, getattr(block.experts, part.value).data, self.sidecar.tensor(prefix, part))
             return f"{name.partition('shared_experts.')[0]}experts.{part.value}"
@@ -191,14 +191,14 @@ class Takeover:
         self._check_width(block, experts.intermediate_size)  # final only now: 0.30 pads after loading
         device = experts._transformed_l1_weights[0].device
         held = []
-        for part in Part:
+        for part in KernelTensorName:
             source = self.sidecar.tensor(prefix, part)
             held.append(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device))
             self._copy(block, part, held[-1], source)
         for slot, weights in zip(SLOTS, (held[:2], held[2:]), strict=True):
             setattr(experts, slot, tuple(weights))
 
-    def _copy(self, block: Block, part: Part, target: Tensor, source: Tensor) -> None:
+    def _copy(self, block: Block, part: KernelTensorName, target: Tensor, source: Tensor) -> None:
         if (target.shape, target.dtype) != (source.shape, source.dtype):
             found = f"{source.dtype} {list(source.shape)}"
             message = f"the model's {part.value} is {target.dtype} {list(target.shape)}, the sidecar's {found}"

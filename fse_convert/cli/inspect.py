@@ -1,4 +1,4 @@
-"""What only looks: inspect, targets, completion."""
+"""``fse-convert inspect``."""
 
 from __future__ import annotations
 
@@ -53,55 +53,26 @@ def inspect(
     native MegaMoE fusion (NVIDIA), AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
     """
     from fse_convert import inspection
-    from fse_convert.conversion import run as pipeline
+    from fse_convert.errors import environment
     from fse_convert.plan.costs import Serving
     from fse_convert.report.inspection.formats import Format, colored, complaints, render
+    from fse_convert.report.inspection.html import check_report
     from fse_convert.report.inspection.html import html as page
 
     names = inspection.target_names((*only, *require))
     if html:
-        with pipeline.environment(html):
-            pipeline.check_report(html, checkpoint)
-    with pipeline.environment(checkpoint):
+        with environment(html):
+            check_report(html, checkpoint)
+    with environment(checkpoint):
         folder = inspection.open_folder(checkpoint)
         found = inspection.inspect(folder, Serving(tp, ep), names if only else frozenset(), thorough=bool(require))
     code = found.exit_code(require)
     if printed := render(found, Format.JSON if as_json else Format(form), only, require, code):
         click.echo(printed, color=colored())
     if html:
-        with pipeline.environment(html):
+        with environment(html):
             html.write_bytes(page(found, only).encode("utf-8", "backslashreplace"))
     for line in complaints(found, require):
         click.echo(line, err=True)
     if code:
         raise click.exceptions.Exit(int(code))
-
-
-@cli.command()
-@json_option
-def targets(*, as_json: bool) -> None:
-    """List the kernel contracts and server releases that --target knows."""
-    from fse_convert.report import common
-    from fse_convert.report import targets as table
-
-    if as_json:
-        click.echo(common.dump(table.targets_json()))
-    else:
-        table.print_targets()
-
-
-@cli.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> None:
-    r"""Print what makes SHELL complete commands, options and targets.
-
-    \b
-    bash:  fse-convert completion bash > ~/.local/share/bash-completion/completions/fse-convert
-    zsh:   fse-convert completion zsh > "${fpath[1]}/_fse-convert"
-    fish:  fse-convert completion fish > ~/.config/fish/completions/fse-convert.fish
-    """
-    from click.shell_completion import get_completion_class
-
-    kind = get_completion_class(shell)
-    if kind is not None:
-        click.echo(kind(cli, {}, "fse-convert", "_FSE_CONVERT_COMPLETE").source())

@@ -1,0 +1,24 @@
+"""``fse-convert completion``."""
+
+from __future__ import annotations
+
+import click
+
+from fse_convert.cli.app import cli
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    r"""Print what makes SHELL complete commands, options and targets.
+
+    \b
+    bash:  fse-convert completion bash > ~/.local/share/bash-completion/completions/fse-convert
+    zsh:   fse-convert completion zsh > "${fpath[1]}/_fse-convert"
+    fish:  fse-convert completion fish > ~/.config/fish/completions/fse-convert.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    if kind is not None:
+        click.echo(kind(cli, {}, "fse-convert", "_FSE_CONVERT_COMPLETE").source())

@@ -1,0 +1,132 @@
+"""``fse-convert convert``, the default command."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from fse_convert.cli.app import cli
+from fse_convert.cli.options import complete_target, json_option, link_option, log_options, part_option
+from fse_convert.cli.options import target as find
+from fse_convert.errors import ExitCode, Problem, UsageError
+from fse_convert.output.copying import Link
+from fse_convert.output.jobs import Part
+from fse_convert.plan.plan import Experts, Options
+from fse_convert.report.log import Log
+from fse_convert.verification.findings import Level
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--target", default="megamoe-512", show_default=True, metavar="NAME", shell_complete=complete_target,
+    help="Kernel contract or server release to convert for; see `fse-convert targets`.",
+)  # fmt: skip
+@click.option(
+    "--experts", type=click.Choice([e.value for e in Experts]), default=Experts.ALL.value, show_default=True,
+    help="all: pad every expert in the standard layout. shared: leave the shards alone, pad the shared experts in OUT/fse only.",
+)  # fmt: skip
+@click.option(
+    "--tp",
+    type=click.IntRange(min=1, max=1024),
+    default=1,
+    show_default=True,
+    help="Tensor-parallel size that the width must also divide by.",
+)
+@link_option("OUT")
+@click.option("--allow-unfused", is_flag=True, help="Also write layers that would not fuse, in the standard layout only.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it is an earlier output of fse-convert or an empty folder.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1), show_default="up to 4, one per core",
+    help="Shards written at a time.",
+)  # fmt: skip
+@click.option(
+    "--restart", is_flag=True, help="Start anew instead of going on where an interrupted run of the same conversion stopped."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be done to every shard and what it needs, and write nothing."
+    " Exit code 4 where there is no room.",
+)  # fmt: skip
+@click.option(
+    "--part", "--shards", "part", callback=part_option, metavar="I/N",
+    help="Write part I of N and publish nothing; parts may run at once, on machines that share the file system."
+    " The same command without --part then writes what is missing, proves and publishes. --shards is its older name.",
+)  # fmt: skip
+@click.option("--ray", metavar="ADDRESS", help="Write the shards on a Ray cluster (HOST:PORT or auto) that shares the file system.")
+@click.option(
+    "--verify", "level", type=click.Choice([level.value for level in Level]), default=Level.NUMERICS.value, show_default=True,
+    help="How far OUT is proved against CHECKPOINT before it appears; each level includes those before it. Where there is no"
+    " SM100 GPU, the kernel level is recorded as not run.",
+)  # fmt: skip
+@log_options
+@json_option
+def convert(
+    checkpoint: Path,
+    out: Path,
+    target: str,
+    experts: str,
+    tp: int,
+    link: str,
+    *,
+    workers: int,
+    allow_unfused: bool,
+    overwrite: bool,
+    restart: bool,
+    dry_run: bool,
+    part: Part | None,
+    ray: str | None,
+    level: str,
+    log: Log,
+    as_json: bool,
+) -> None:
+    """Convert CHECKPOINT into OUT (the default command)."""
+    from fse_convert.conversion.run import Conversion, Request
+    from fse_convert.report import common, conversion
+    from fse_convert.report.progress import progress
+    from fse_convert.report.proof import print_proof
+
+    if ray == "":
+        raise UsageError(Problem("ray-address", "no address", "--ray", "auto, or HOST:PORT"))
+    if part and (ray is not None or restart):
+        other, hint = ("--ray", "leave one of them away") if ray is not None else ("--restart", "start anew without --part")
+        raise UsageError(Problem("parts-alone", f"--part and {other} exclude each other", "--part", hint))
+    options = Options(target=find(target), experts=Experts(experts), tp=tp, allow_unfused=allow_unfused)
+    request = Request(
+        source=checkpoint,
+        out=out,
+        options=options,
+        link=Link(link),
+        overwrite=overwrite,
+        verify=Level(level),
+        workers=workers,
+        restart=restart,
+        part=part,
+        ray=ray,
+    )
+    job = Conversion(request)
+    if not as_json:
+        conversion.print_notes(job.plan, request.link, log)
+    if dry_run:
+        estimate = job.estimate()
+        if as_json:
+            click.echo(common.dump(conversion.plan_json(job.plan, estimate)))
+        else:
+            conversion.print_plan(job.plan, title="plan")
+            conversion.print_estimate(estimate)
+        if not estimate.fits:
+            raise click.exceptions.Exit(int(ExitCode.ENVIRONMENT))
+        return
+    with progress(*job.workload(), log) as observe:
+        result = job.run(observe)
+    if as_json:
+        click.echo(common.dump(conversion.result_json(result)))
+    elif part:
+        conversion.print_part(result, out, part)
+    else:
+        conversion.print_plan(result.plan, title="converted")
+        conversion.print_written(result, out)
+        if result.proof:
+            print_proof(result.proof, written=True)

@@ -1,0 +1,60 @@
+"""``fse-convert verify``."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import click
+
+from fse_convert.cli.app import cli
+from fse_convert.cli.options import json_option, log_options
+from fse_convert.errors import Problem, UsageError
+from fse_convert.report.log import Log
+from fse_convert.verification.findings import Level
+
+
+@cli.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--source", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="The checkpoint that OUT was made from.")
+@click.option(
+    "--level", type=click.Choice([level.value for level in Level if level is not Level.NONE]),
+    help="How far to go; each level includes those before it.  [default: numerics; storage without --source]",
+)  # fmt: skip
+@click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Compare N tensors instead of all, for a quick look.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), metavar="S",
+    help="Choose the sample that a run with this seed chose.  [default: another one every time]",
+)  # fmt: skip
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where numerics run.")
+@log_options
+@json_option
+def verify(
+    out: Path, source: Path | None, level: str | None, sample: int | None, seed: int | None, device: str, *, log: Log, as_json: bool
+) -> None:
+    """Prove OUT against the checkpoint that it was made from.
+
+    storage: every byte, mapped by the kernel's addresses to the source's. numerics: the fused expert computed from both
+    sides, bit for bit. kernel: the real DeepGEMM kernel, on a GPU that has it (SM100); exit code 4 where it cannot run.
+    A level that is asked for and finds nothing to run on has not passed: exit code 1. Without --source, OUT is only
+    compared with the digests in its own manifest, which whoever edits OUT can make again.
+    """
+    from fse_convert.report import common
+    from fse_convert.report.progress import progress
+    from fse_convert.report.proof import print_proof, verify_json
+    from fse_convert.verification.proof import Check
+    from fse_convert.verification.proof import verify as prove_again
+
+    if source is None and level not in (None, Level.STORAGE.value):
+        message = f"--level {level} compares with the source"
+        raise UsageError(Problem("source-needed", message, "--level", "give --source CHECKPOINT"))
+    chosen = secrets.randbelow(1 << 32) if seed is None else seed
+    check = Check(out=out, source=source, level=Level(level) if level else None, sample=sample, seed=chosen, device=device)
+    with progress(*check.workload(), log) as observe:
+        proof = prove_again(check, observe)
+    if as_json:
+        click.echo(common.dump(verify_json(proof, int(proof.exit_code))))
+    else:
+        print_proof(proof)
+    if proof.exit_code:
+        raise click.exceptions.Exit(int(proof.exit_code))
