@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -12,6 +12,7 @@ from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.describe import Description, describe
 from fse_convert.plan.advice import Plans
 from fse_convert.plan.planner import planner
+from fse_convert.plan.source import describe_source
 from fse_convert.servers.judge import Subject, subject
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -153,7 +154,7 @@ def checkpoint(config: Mapping[str, Any], tensors: Tensors, quant_config: Mappin
 
 def plans_of(about: Subject, tensors: Tensors) -> Plans:
     """What conversions of a model in memory would decide."""
-    return planner(checkpoint(about.config, tensors), about.description, about.scales)
+    return planner(replace(describe_source(checkpoint(about.config, tensors)), scales=about.scales))
 
 
 def description_of(config: Mapping[str, Any], tensors: Tensors) -> Description:

@@ -6,22 +6,19 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import lru_cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError
-from fse_convert.output.jobs import Job, Part
-from fse_convert.progress import Event, Observer, ignore
+from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem
+from fse_convert.output.jobs import Part
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from fse_convert.conversion.run import Conversion, Request
-
+PartWriter = Callable[[bytes, Part], dict[str, str]]
+"""Writes one part in any process that sees the same folders, and returns how each of its files came to be."""
 REACH = 10.0
 """Seconds to wait for a cluster's port."""
 POLL = 0.2
@@ -30,57 +27,28 @@ PARTS_PER_CPU = 4
 """More parts than CPUs: a slow file holds up little, and progress is seen."""
 
 
-def write_parts(request: Request, jobs: Sequence[Job], observe: Observer) -> frozenset[str]:
-    """Write every file with tensors as parts, one Ray task and one CPU each; return the names of what they wrote.
+def run_parts(write: PartWriter, order: bytes, count: int, address: str) -> Iterator[dict[str, str]]:
+    """Run ``write(order, part)`` for parts of a conversion, one Ray task and one CPU each; yield what each returns.
 
-    The first failure is raised, and ends the other tasks. Raises EnvironmentFailure without Ray or without a cluster.
+    ``count``: of files, the most parts that make sense. ``address``: what ``ray.init`` takes, ``auto`` included. The first
+    failure is raised, and ends the other tasks. Raises EnvironmentFailure without Ray or without a cluster.
     """
-    sizes = {job.name: job.size for job in jobs}
     with _deferred_signals() as signals:
-        ray = _connected(request.ray or "")
+        ray = _connected(address)
         signals.install()  # Ray's own handler would end the process as if all were well
         try:
-            count = max(1, min(len(jobs), PARTS_PER_CPU * int(ray.cluster_resources().get("CPU", 1))))
-            task = ray.remote(num_cpus=1, max_retries=0)(write_part)
-            source, out = request.source.absolute(), request.out.absolute()
-            whole = replace(request, source=source, out=out, ray=None, restart=False, workers=1)
-            parts = (replace(whole, part=Part(i, count)) for i in range(1, count + 1))
-            running = {task.remote(part) for part in parts}
+            count = max(1, min(count, PARTS_PER_CPU * int(ray.cluster_resources().get("CPU", 1))))
+            task = ray.remote(num_cpus=1, max_retries=0)(write)
+            running = {task.remote(order, Part(index=i, count=count)) for i in range(1, count + 1)}
             while running:
                 signals.raise_pending()
                 done, _ = ray.wait(list(running), num_returns=1, timeout=POLL)
+                running.difference_update(done)
                 for finished in done:
-                    running.remove(finished)
-                    for name, how in _result(ray, finished).items():
-                        observe(Event(name, sizes[name]))
-                        observe(Event(name, done=True, how=how))
+                    yield _result(ray, finished)
         finally:
             ray.shutdown()
         signals.raise_pending()
-    return frozenset(sizes)
-
-
-def write_part(request: Request) -> dict[str, str]:
-    """Write one part, in any process that sees the same folders; return how each of its files came to be."""
-    conversion = _planned(replace(request, part=None))
-    conversion.request = request
-    try:
-        return conversion.run(ignore).files
-    except UsageError as e:
-        if e.problems[0].code != "resume-differs":
-            raise
-        hint = "install the same version on every node, and let all of them see the same file system"
-        message = e.problems[0].message.rpartition(": ")[2]
-        problem = Problem("node-differs", f"a node sees something else: {message}", str(request.source), hint)
-        raise EnvironmentFailure(problem) from None
-
-
-@lru_cache(maxsize=4)
-def _planned(request: Request) -> Conversion:
-    """Plan once per process: a process writes many parts of one conversion."""
-    from fse_convert.conversion.run import Conversion
-
-    return Conversion(request)
 
 
 class DeferredSignals:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
-from fse_convert.errors import EnvironmentFailure, Problem, environment
+from fse_convert.errors import EnvironmentFailure, Problem, UsageError, environment
 from fse_convert.output.copying import Link, carry
 from fse_convert.output.jobs import Job, Part, run_jobs
 from fse_convert.output.staging import MARGIN, Staging, check_output, check_space, device, free_space, stage
@@ -26,7 +27,7 @@ from fse_convert.plan.manifest import arguments_record, draft_manifest
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import open_source
-from fse_convert.progress import Observer, ignore
+from fse_convert.progress import Event, Observer, ignore
 from fse_convert.sidecar.manifest import FileDigest, Manifest, sealed
 from fse_convert.sidecar.tensors import LAYOUT, LAYOUT_VERSION
 from fse_convert.torch_threads import import_beside
@@ -186,14 +187,20 @@ class Conversion:
 
     def _write_on_ray(self, observe: Observer) -> Collection[str]:
         """Write every file with tensors on the cluster, as parts; return their names."""
-        from fse_convert.conversion.ray import reach, write_parts
+        from fse_convert.conversion.ray import reach, run_parts
 
-        address = self.request.ray or ""
+        request, address, sizes = self.request, self.request.ray or "", {job.name: job.size for job in self.all_jobs}
         reach(address)
-        with _resumable(self.request.out):
-            with self._staged(restart=self.request.restart):  # what cannot be resumed is refused before any node begins
+        source, out = request.source.absolute(), request.out.absolute()
+        order = pickle.dumps(replace(request, source=source, out=out, ray=None, restart=False, workers=1))
+        with _resumable(request.out):
+            with self._staged(restart=request.restart):  # what cannot be resumed is refused before any node begins
                 logger.info("the cluster at %s writes the shards", address)
-            return write_parts(self.request, self.all_jobs, observe)
+            for files in run_parts(write_part, order, len(sizes), address):
+                for name, how in files.items():
+                    observe(Event(name, sizes[name]))
+                    observe(Event(name, done=True, how=how))
+        return sizes.keys()
 
     def _write(self, staging: Staging, observe: Observer, fresh: Collection[str]) -> ConversionResult:
         """Write files into the staging folder, or find that they are there; all but the manifest, unless it is a part."""
@@ -240,6 +247,27 @@ class Conversion:
         raw = sealed(manifest)
         staging.write(MANIFEST, raw)
         return len(raw)
+
+
+def write_part(order: bytes, part: Part) -> dict[str, str]:
+    """Write one part of the pickled `Request` that ``order`` is; return how each of its files came to be."""
+    conversion = _ordered(order)
+    conversion.request = replace(conversion.request, part=part)
+    try:
+        return conversion.run(ignore).files
+    except UsageError as e:
+        first = e.problems[0]
+        if first.code != "resume-differs":
+            raise
+        hint = "install the same version on every node, and let all of them see the same file system"
+        message = f"a node sees something else: {first.message.rpartition(': ')[2]}"
+        raise EnvironmentFailure(Problem("node-differs", message, str(conversion.request.source), hint)) from None
+
+
+@lru_cache(maxsize=1)
+def _ordered(order: bytes) -> Conversion:
+    """Plan once per process: it writes many parts of one conversion."""
+    return Conversion(pickle.loads(order))  # noqa: S301 - Ray itself pickled it on the way here
 
 
 def _device_of(folder: LocalFolder) -> int:

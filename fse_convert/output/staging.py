@@ -25,8 +25,6 @@ from fse_convert.output.journal import JOURNAL, Journal, differences, read_journ
 from fse_convert.output.lock import LOCK, OUTPUT, locked
 
 logger = logging.getLogger(__name__)
-TASKS = "tasks-"
-"""Start of the names of folders in which processes elsewhere write, one for each run."""
 MARGIN = 64 << 20
 """Bytes that must stay free beyond what the plan needs."""
 
@@ -185,8 +183,6 @@ def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart
             raise UsageError(Problem("resume-differs", message, str(staging.root), hint))
     if not found and not part:  # nothing here is of use
         _clear(staging.root)
-    elif not part:
-        _forget_tasks(staging.root)
     staging.folder.mkdir(exist_ok=bool(found or part))
     if fingerprint is not None:
         name = f"{JOURNAL}.{part}" if part else JOURNAL
@@ -281,12 +277,6 @@ def _remove(root: Path) -> None:
         _clear(root)
         (root / LOCK).unlink(missing_ok=True)
         root.rmdir()
-
-
-def _forget_tasks(root: Path) -> None:
-    """Take away the folders of tasks elsewhere whose run is dead: they write into nothing from here on."""
-    for folder in root.glob(f"{TASKS}*"):
-        shutil.rmtree(folder)
 
 
 def _clear(folder: Path) -> None:

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.reader import open_checkpoint
-from fse_convert.output.jobs import Job
+from fse_convert.output.jobs import Job, Part
 from fse_convert.output.journal import read_journal
-from fse_convert.output.parts import Share
 from fse_convert.output.staging import stage
 
 Run = Callable[..., tuple[int, str, str]]
@@ -37,7 +36,7 @@ def job(name: str, size: int, linked: Path | None = None) -> Job:
 @given(st.lists(st.integers(0, 1 << 40), max_size=40), st.integers(1, 12))
 def test_parts_have_every_file_once_in_order_and_even_sizes(sizes: list[int], count: int) -> None:
     jobs = [job(f"{i}", size) for i, size in enumerate(sizes)]
-    parts = [Share(i, count).of(jobs) for i in range(1, count + 1)]
+    parts = [Part(i, count).of(jobs) for i in range(1, count + 1)]
     names = [[j.name for j in part] for part in parts]
     assert sorted(n for part in names for n in part) == sorted(j.name for j in jobs)
     assert all(part == sorted(part, key=int) for part in names)
@@ -47,7 +46,7 @@ def test_parts_have_every_file_once_in_order_and_even_sizes(sizes: list[int], co
 
 def test_hard_links_weigh_nothing() -> None:
     jobs = [job("a", 100, Path("x")), job("b", 50), job("c", 50)]
-    assert [[j.name for j in Share(i, 2).of(jobs)] for i in (1, 2)] == [["a", "b"], ["c"]]
+    assert [[j.name for j in Part(i, 2).of(jobs)] for i in (1, 2)] == [["a", "b"], ["c"]]
 
 
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])

@@ -8,9 +8,9 @@ import pytest
 from in_memory import PROJ, Tensors, W, checkpoint, expert
 
 from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertible
-from fse_convert.model.describe import describe
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
+from fse_convert.plan.source import describe_source
 from fse_convert.servers.targets import find_target
 
 HIDDEN, WIDTH = 512, 384
@@ -35,7 +35,7 @@ def plan(config: dict[str, Any], tensors: Tensors, **options: Any) -> Plan:
     target = find_target("megamoe-512")
     assert target is not None
     made = checkpoint({"num_hidden_layers": 2, **config}, tensors)
-    return make_plan(made, describe(made), Options(target, **options))
+    return make_plan(describe_source(made), Options(target, **options))
 
 
 def refused(config: dict[str, Any], tensors: Tensors, **options: Any) -> FseConvertError:
@@ -46,14 +46,14 @@ def refused(config: dict[str, Any], tensors: Tensors, **options: Any) -> FseConv
 
 def test_a_plain_model_is_padded_and_its_config_edited() -> None:
     found = plan({"model_type": "deepseek_v3", **COUNT}, tensors_of())
-    assert [(e.key, e.old, e.new) for e in found.config_edits] == [("moe_intermediate_size", 384, 512)]
+    assert [(e.key, e.old, e.new) for e in found.decision.config_edits] == [("moe_intermediate_size", 384, 512)]
     assert found.fused_layers == 2
 
 
 def test_two_widths_in_the_config_are_both_edited() -> None:
     config = {"num_local_experts": 2, "n_shared_experts": 1, "intermediate_size": WIDTH, "shared_intermediate_size": WIDTH}
     found = plan({"model_type": "minimax_m3", "text_config": config}, tensors_of(SPARSE, W))
-    assert [(e.section, e.key, e.new) for e in found.config_edits] == [
+    assert [(e.section, e.key, e.new) for e in found.decision.config_edits] == [
         ("text_config", "intermediate_size", 512),
         ("text_config", "shared_intermediate_size", 512),
     ]
@@ -112,7 +112,7 @@ def test_such_a_config_is_no_obstacle_where_nothing_is_padded() -> None:
     target = find_target("megamoe-128")
     assert target is not None
     made = checkpoint(config, tensors_of(shared="shared_mlp"))
-    assert not make_plan(made, describe(made), Options(target)).padded
+    assert not make_plan(describe_source(made), Options(target)).padded
 
 
 def test_a_shared_width_of_its_own_must_be_a_multiple_of_the_routed_one() -> None:

@@ -15,7 +15,7 @@ from test_bad_input import poke
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.layout import ue8m0
-from fse_convert.plan.contents import CHUNK, inexact_value, stated_widths
+from fse_convert.plan.source import CHUNK, inexact_value, read_stated_widths
 
 Made = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -70,7 +70,7 @@ def test_a_file_that_ends_early_is_no_scale() -> None:
 def test_widths_that_small_files_state(text: bytes, found: dict[str, int]) -> None:
     folder = Bytes(text)
     folder.files = {"a.json": len(text), "b.txt": 1}
-    assert stated_widths(folder.files, folder) == found
+    assert read_stated_widths(folder.files, folder) == found
 
 
 def test_the_gate_passes_exact_f32_scales_and_no_others(source: Made, run: Run) -> None:
