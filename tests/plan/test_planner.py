@@ -47,7 +47,7 @@ def refused(config: dict[str, Any], tensors: Tensors, **options: Any) -> FseConv
 def test_a_plain_model_is_padded_and_its_config_edited() -> None:
     found = plan({"model_type": "deepseek_v3", **COUNT}, tensors_of())
     assert [(e.key, e.old, e.new) for e in found.decision.config_edits] == [("moe_intermediate_size", 384, 512)]
-    assert found.fused_layers == 2
+    assert found.decision.fused_layers == 2
 
 
 def test_two_widths_in_the_config_are_both_edited() -> None:
