@@ -51,12 +51,12 @@ class Inspection:
         return self.subject.description
 
     def failing(self, names: Iterable[str]) -> tuple[Answer, ...]:
-        """Answers of those targets that do not fuse every layer, or would fuse it wrongly."""
+        """Return the answers of those targets that do not fuse every layer, or would fuse it wrongly."""
         wanted = set(names)
         return tuple(a for a in self.answers if a.name in wanted and not a.safe)
 
     def exit_code(self, required: Iterable[str]) -> ExitCode:
-        """A broken checkpoint comes first, then required targets that do not fuse."""
+        """Return 3 for a broken checkpoint, 1 when a required target does not fuse, else 0."""
         if self.problems:
             return ExitCode.INVALID
         names = list(required)
@@ -130,7 +130,7 @@ def open_folder(address: str) -> Folder:
 
 
 def contract_widths(description: Description, tp: int) -> dict[str, int]:
-    """Width of one expert that each kernel contract needs of this checkpoint; empty where experts have no one width."""
+    """Return the width of one expert that each kernel contract needs of this checkpoint; empty where experts have no one width."""
     if len(description.widths) != 1:
         return {}
     targets = ((name, find_target(name)) for name in CONTRACTS)
@@ -138,7 +138,7 @@ def contract_widths(description: Description, tp: int) -> dict[str, int]:
 
 
 def _layer_problems(reading: Reading, description: Description) -> tuple[Problem, ...]:
-    """Problems of layers, but for what is missing there only because a whole shard is."""
+    """Return the problems of layers, but for what is missing there only because a whole shard is."""
     shards = {name[:dot] for name in reading.absent or () for dot in _dots(name)}
     found = [
         p

@@ -16,7 +16,7 @@ _before = 0
 def one_torch_thread() -> Iterator[None]:
     """Keep torch on one thread while any caller, on any thread, is inside.
 
-    Files and layers have threads already, and copying rows of a kilobyte is no work for a pool: waiting for its threads
+    Files and layers have threads already, and copying rows of a kilobyte is not work for a pool: waiting for its threads
     makes it up to 30 times slower on a busy machine.
     """
     import torch

@@ -69,8 +69,8 @@ def imports(module: str, *, late: bool = True) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = {f"{node.module}.{a.name}" for a in node.names}
-            names |= {n for n in inner if n.removeprefix("fse_convert.") in MODULES and n.startswith("fse_convert.")} or {node.module}
+            inner = {f"{node.module}.{a.name}" for a in node.names if node.module.partition(".")[0] == "fse_convert"}
+            names |= {n for n in inner if n.removeprefix("fse_convert.") in MODULES} or {node.module}
     ours = {n.removeprefix("fse_convert.") if "." in n else "__init__" for n in names if n.partition(".")[0] == "fse_convert"}
     return ours | {n.partition(".")[0] for n in names if n.partition(".")[0] != "fse_convert"}
 

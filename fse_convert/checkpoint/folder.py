@@ -126,7 +126,7 @@ class LocalFolder:
         return sorted(found)
 
     def path(self, name: str) -> Path:
-        """Path of a file of this folder."""
+        """Return the path of a file of this folder."""
         return self.root / name
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -140,7 +140,7 @@ class LocalFolder:
 
 
 def _refuse(error: OSError) -> NoReturn:
-    """A folder that cannot be listed is no folder without files."""
+    """Raise: a folder that cannot be listed must not pass for an empty one."""
     raise error
 
 

@@ -93,7 +93,7 @@ def parse_header(raw: bytes, file_size: int, shard: str) -> Header:
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element; raises ValueError for sub-byte dtypes, whose elements have no address of their own."""
+    """Return the bytes of one element; raises ValueError for sub-byte dtypes, whose elements have no address of their own."""
     bits = BITS[dtype]
     if bits % 8:
         raise ValueError(f"{dtype} has {bits} bits per element")
@@ -180,7 +180,7 @@ def _load(raw: bytes, shard: str) -> dict[str, Any]:
     except _DuplicateKey as e:
         _refuse("header-duplicate", f"{shard}: {e}", "the header lists this key twice", "rewrite the shard")
     except (ValueError, RecursionError) as e:
-        _refuse("header-json", shard, f"the header is no valid JSON: {e}", RELOAD)
+        _refuse("header-json", shard, f"the header is not valid JSON: {e}", RELOAD)
     if not isinstance(entries, dict):
         _refuse("header-json", shard, f"the header is a JSON {type(entries).__name__}, not an object", NOT_SAFETENSORS)
     return entries
@@ -196,7 +196,7 @@ def _parse_constant(text: str) -> NoReturn:
 
 def _parse_int(text: str) -> int:
     if text == "-0":
-        raise ValueError("-0 is no integer")
+        raise ValueError("-0 is not an integer")
     return int(text)
 
 
@@ -210,7 +210,7 @@ def _metadata(value: object, shard: str) -> dict[str, str]:
 
 def _tensor(name: str, entry: object, shard: str) -> TensorInfo:
     if not isinstance(entry, dict):
-        _refuse("header-entry", f"{shard}: {name}", "the entry is no object", NOT_SAFETENSORS)
+        _refuse("header-entry", f"{shard}: {name}", "the entry is not an object", NOT_SAFETENSORS)
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
         _refuse(
@@ -271,4 +271,4 @@ def _check_unicode(strings: Iterable[str], shard: str) -> None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            _refuse("header-json", shard, f"{text!r} is no valid Unicode", "rewrite the shard")
+            _refuse("header-json", shard, f"{text!r} is not valid Unicode", "rewrite the shard")

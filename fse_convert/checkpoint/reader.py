@@ -123,7 +123,7 @@ class _Opening:
         if not self.problems:
             self._check_total(metadata, shards)
         if self.folder.odd:
-            hint = "dangling links, linked folders and devices are no part of a checkpoint"
+            hint = "dangling links, linked folders and devices are not part of a checkpoint"
             self.notes.append(Problem("not-copied", f"left out: {some(self.folder.odd)}", self.folder.label, hint))
         others = tuple(n for n in self.files if n not in {CONFIG, INDEX} and n not in names)
         wanted = set(weight_map.values()) if weight_map is not None else set(names)

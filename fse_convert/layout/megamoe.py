@@ -51,7 +51,7 @@ def to_utccp(sf_ng: Tensor) -> Tensor:
     """Permute rows for the UTCCP copy: row ``128b + 32j + i`` goes to ``128b + 4i + j``; ``n % 128 == 0``."""
     n, g = sf_ng.shape
     if n % UTCCP:
-        raise ValueError(f"{n} scale rows are no multiple of {UTCCP}")
+        raise ValueError(f"{n} scale rows are not a multiple of {UTCCP}")
     return sf_ng.view(-1, 4, 32, g).transpose(1, 2).reshape(n, g)
 
 
@@ -69,7 +69,7 @@ def pack(sf_ng: Tensor) -> Tensor:
     """
     n, g = sf_ng.shape
     if g % GROUPS_PER_WORD:
-        raise ValueError(f"K = {g * GROUP} is no multiple of {GROUPS_PER_WORD * GROUP}")
+        raise ValueError(f"K = {g * GROUP} is not a multiple of {GROUPS_PER_WORD * GROUP}")
     words = sf_ng.view(n, g // GROUPS_PER_WORD, GROUPS_PER_WORD).transpose(0, 1).contiguous()
     return words.view(torch.int32).view(g // GROUPS_PER_WORD, n)
 
@@ -81,7 +81,7 @@ def unpack(sf_pn: Tensor) -> Tensor:
 
 
 def l1_scale(gate_ig: Tensor, up_ig: Tensor) -> Tensor:
-    """Scales of L1 (gate and up) as stored: ``uint8 [i, h / 32] x 2 -> int32 [h / 128, 2i]``."""
+    """Return the scales of L1 (gate and up) as stored: ``uint8 [i, h / 32] x 2 -> int32 [h / 128, 2i]``."""
     return pack(to_utccp(interleave(gate_ig, up_ig)))
 
 
@@ -91,7 +91,7 @@ def l1_scale_inverse(sf_pn: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def l2_scale(down_hg: Tensor) -> Tensor:
-    """Scales of L2 (down) as stored: ``uint8 [h, i / 32] -> int32 [i / 128, h]``; the L2 weight itself stays as it is."""
+    """Return the scales of L2 (down) as stored: ``uint8 [h, i / 32] -> int32 [i / 128, h]``; the L2 weight itself stays as is."""
     return pack(to_utccp(down_hg))
 
 

@@ -52,7 +52,7 @@ def expand(scale: Tensor, n: int, k: int, block_n: int, block_k: int) -> Tensor:
     """Repeat block scales to one byte per row and 32 columns; a last group may be partial.
 
     ``scale``: uint8 ``[ceil(n / block_n), ceil(k / block_k)]``. Returns uint8 ``[n, ceil(k / 32)]``.
-    Raises ValueError when ``block_k`` is no multiple of 32 or the shape does not tile ``[n, k]``.
+    Raises ValueError when ``block_k`` is not a multiple of 32 or the shape does not tile ``[n, k]``.
     Rule: vLLM 0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py, ``_pack_scale``.
     """
     if block_k % GROUP:

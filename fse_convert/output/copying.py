@@ -111,9 +111,9 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 
 
 def writing_back(fd: int, progress: Callable[[int], None] | None) -> Callable[[int], None]:
-    """A progress callback for what is appended to ``fd`` that also has it written to disk as it comes.
+    """Wrap a progress callback for what is appended to ``fd`` so that it is also written to disk as it comes.
 
-    Otherwise the system waits until memory is full of it, and the disk idles until fsync. A hint: failures are no matter.
+    Otherwise the system waits until memory is full of it, and the disk idles until fsync. A hint only: failures are ignored.
     """
     sync = getattr(ctypes.CDLL(None), "sync_file_range", None)
     start = os.lseek(fd, 0, os.SEEK_CUR)

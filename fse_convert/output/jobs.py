@@ -98,7 +98,8 @@ def finished(job: Job, staging: Staging, fresh: Collection[str] = ()) -> str | N
         same = digest(path) == hashed if hashed else job.linked is not None and path.samefile(job.linked)
     except OSError:
         return None
-    logger.info("%s: finished by an earlier run, %s", job.name, "its hash agrees" if same else "but not what it was: written anew")
+    state = "its hash agrees" if same else "but its content changed: written again"
+    logger.info("%s: finished by an earlier run, %s", job.name, state)
     return how if same else None
 
 

@@ -1,8 +1,8 @@
-"""The journal of a conversion: which files are finished, so that a killed run can go on where it was.
+"""The journal of a conversion: which files are finished, so that a killed run can be resumed.
 
 One JSON object a line. The first is the fingerprint of the run: what must be the same for its files to be of any use.
-Each other line names a finished file with its digest, and is written after the file itself is on disk. A torn line is
-a line that is not there.
+Each other line names a finished file with its digest, and is written after the file itself is on disk. A torn line counts as
+missing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Journal:
         self._append({"journal": VERSION, **self.fingerprint}, os.O_TRUNC)
 
     def resume(self) -> None:
-        """Go on with a file whose last line may be torn: what follows gets a line of its own."""
+        """Append to a file whose last line may be torn: what follows gets a line of its own."""
         raw = self.path.read_bytes()
         if raw and not raw.endswith(b"\n"):
             self._write(b"\n", os.O_APPEND)
@@ -73,7 +73,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """One line; empty when it is torn."""
+    """Parse one line; a torn one is empty."""
     try:
         entry = json.loads(line)
     except ValueError:
@@ -82,7 +82,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Names of the fields in which two fingerprints differ, dotted for nested ones."""
+    """Return the names of the fields in which two fingerprints differ, dotted for nested ones."""
     found: list[str] = []
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)

@@ -54,7 +54,7 @@ def _hold_count(root: Path, count: str, out: Path) -> int:
 def _check_ours(root: Path) -> None:
     """Refuse what this tool did not make: it would be emptied, and a link would lead the emptying elsewhere."""
     if root.is_symlink() or (root.exists() and not root.is_dir()):
-        what = "a symbolic link" if root.is_symlink() else "no folder"
+        what = "a symbolic link" if root.is_symlink() else "not a folder"
     elif (root / OUTPUT).is_symlink():
         what = "a folder whose content lies elsewhere"
     elif not (inside := _names(root)) or any(n.startswith((LOCK, JOURNAL)) for n in inside):

@@ -2,7 +2,7 @@
 
 Until the rename there is no output; after it, there is a complete one. The staging folder is locked by the run that
 writes it, and a dead run's lock goes with its process. What a dead run finished is in its journal, and the next run of
-the same conversion goes on from there.
+the same conversion resumes from there.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Staging:
         self.replace = False
 
     def begun(self) -> bool:
-        """Whether some run, or a part of one, has a journal here."""
+        """Return whether some run, or a part of one, has a journal here."""
         return any(self.root.glob(f"{JOURNAL}*"))
 
     def held(self, names: Collection[str] | None = None) -> int:
-        """Bytes that files of unfinished runs already take, all of them or those ``names``; hard links take none."""
+        """Return the bytes that files of unfinished runs already take, all of them or those ``names``; hard links take none."""
         total = 0
         for path in (Path(folder, name) for folder, _, inside in os.walk(self.folder) for name in inside):
             if names is None or str(path.relative_to(self.folder)) in names:
@@ -55,7 +55,7 @@ class Staging:
         return total
 
     def path(self, name: str) -> Path:
-        """Path of an output file while it is being made; its folders exist afterwards, and no file of that name."""
+        """Return the path of an output file while it is being made; its folders exist afterwards, and no file of that name."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() and not path.is_symlink():
@@ -186,7 +186,7 @@ def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart
     staging.folder.mkdir(exist_ok=bool(found or part))
     if fingerprint is not None:
         name = f"{JOURNAL}.{part}" if part else JOURNAL
-        logger.info("%s: %s", staging.root, f"going on after {', '.join(found)}" if found else "starting anew")
+        logger.info("%s: %s", staging.root, f"resuming after {', '.join(found)}" if found else "starting afresh")
         done = {file: record for _, files in found.values() for file, record in files.items()}
         staging.journal = Journal(staging.root / name, fingerprint, done)
         if name in found:
@@ -196,7 +196,7 @@ def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart
 
 
 def _journals(root: Path) -> dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
-    """The journals that can be read, by name: that of a whole run, and those of parts."""
+    """Return the journals that can be read, by name: that of a whole run, and those of parts."""
     read = {path.name: read_journal(path) for path in sorted(root.glob(f"{JOURNAL}*"))}
     return {name: journal for name, journal in read.items() if journal is not None}
 
@@ -220,7 +220,7 @@ def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool 
 
 
 def check_replaceable(out: Path) -> None:
-    """Refuse to replace what is no output of this tool and no empty folder, and what a rename cannot replace. Raises UsageError."""
+    """Refuse to replace anything but an output of this tool or an empty folder, and a mount point. Raises UsageError."""
     if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
         hint = "remove it yourself if that is what you want"
         raise UsageError(
@@ -232,7 +232,7 @@ def check_replaceable(out: Path) -> None:
 
 
 def free_space(out: Path) -> int:
-    """Bytes that are free where ``out`` will be."""
+    """Return the bytes that are free where ``out`` will be."""
     return shutil.disk_usage(_existing(out.parent)).free
 
 
@@ -246,7 +246,7 @@ def check_space(out: Path, needed: int) -> None:
 
 
 def device(out: Path) -> int:
-    """Number of the file system on which ``out`` will be."""
+    """Return the number of the file system on which ``out`` will be."""
     return os.stat(_existing(out.parent)).st_dev
 
 

@@ -1,4 +1,4 @@
-"""What to do with a checkpoint, in sentences: serve it as it is, pad it for named servers, or neither and why."""
+"""What to do with a checkpoint, in sentences: serve it as is, pad it for named servers, or neither and why."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp
 def _conversion(
     fuses: tuple[Target, ...], runs: tuple[Target, ...], widths: Mapping[str, int], plans: Plans, tp: int
 ) -> Gain | None:
-    """The contract, else the server, whose conversion is wide enough for all; preferably one that leaves no layer unfused."""
+    """Choose the contract, else the server, whose conversion is wide enough for all; first those that leave no layer unfused."""
     named = fuses + runs
     contract = find_target(max((needed_contract(t) for t in named), key=lambda c: c.width_multiple).name)
     widest = max(named, key=lambda t: widths[t.name])

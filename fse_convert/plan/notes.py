@@ -1,4 +1,4 @@
-"""What the user of a conversion should know though nothing is wrong: decided here from the plan alone, shown by `report`."""
+"""Notes on a plan: what the user should know though nothing is wrong. Shown by `report`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EXAMPLE_EP = 8
 
 def notes(plan: Plan, *, size: Callable[[float], str], linked: bool = False) -> list[Problem]:
     """Collect them. ``size``: how bytes are written. ``linked``: whether hard links spare the copy of untouched shards already."""
-    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _as_it_is(plan, size, linked=linked), _refused(plan))
+    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size, linked=linked), _refused(plan))
     found = [n for n in own if n]
     return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *_stale(plan)]
 
 
 def padding_cost(plan: Plan, size: Callable[[float], str]) -> str:
-    """What padding costs, in a sentence: bytes on disk and per rank."""
+    """Say what padding costs: bytes on disk and per rank."""
     decision = plan.decision
     cost = padding(plan.source.description, decision.width)
     rank = cost.per_rank(Serving(ep=EXAMPLE_EP))
@@ -34,7 +34,7 @@ def padding_cost(plan: Plan, size: Callable[[float], str]) -> str:
 
 
 def _source_verdict(plan: Plan, name: str) -> Verdict:
-    """What a target makes of the source."""
+    """Return what a target makes of the source."""
     decision = plan.decision
     target = find_target(name)
     if target is None:
@@ -43,7 +43,7 @@ def _source_verdict(plan: Plan, name: str) -> Verdict:
 
 
 def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
-    """Padding that servers which fuse the source do not need, unless it was asked for by --tp or for a server that does need it."""
+    """Note padding that no server needs which fuses the source, unless --tp or the named server asked for it."""
     decision = plan.decision
     narrow = find_target(MEGAMOE_128.name)
     if not plan.padded or narrow is None:
@@ -81,20 +81,20 @@ def _beside(plan: Plan) -> Problem | None:
     return Problem("sidecar-only", message)
 
 
-def _as_it_is(plan: Plan, size: Callable[[float], str], *, linked: bool) -> Problem | None:
+def _nothing_to_pad(plan: Plan, size: Callable[[float], str], *, linked: bool) -> Problem | None:
     decision = plan.decision
     if plan.padded or decision.width != decision.source_width or not decision.fused_layers:
         return None
     whose = (
         plan.options.target.title if decision.server.fused and not plan.options.target.is_contract else plan.options.contract.name
     )
-    message = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {whose} as they are: only fse/ is new"
+    message = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {whose} as is: only fse/ is new"
     copied = sum(s.source.size for s in plan.shards if s.source)
     return Problem("nothing-to-pad", message + ("" if linked else f"; --link hard avoids copying {size(copied)}"))
 
 
 def _refused(plan: Plan) -> Problem | None:
-    """The output is as asked, but the server that it was asked for would not run it, or not on this path."""
+    """Note that the server that was converted for would not run the output, or not on this path."""
     decision = plan.decision
     target = plan.options.target
     if target.is_contract or decision.server.outcome is not Outcome.REFUSED:
@@ -104,7 +104,7 @@ def _refused(plan: Plan) -> Problem | None:
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:
-    """Files that are carried over as they are, though they state the width that was padded away."""
+    """Note files that are carried over as is, though they state the width that was padded away."""
     decision = plan.decision
     if decision.main_width == decision.source_width:
         return

@@ -104,7 +104,7 @@ def tripwire(checkpoint: Checkpoint) -> OutputTensor:
 
 
 def needed_width(description: Description, options: Options, source_width: int) -> int:
-    """Smallest width that contract, server, scale blocks and tensor-parallel size accept, at least the source's."""
+    """Return the smallest width that contract, server, scale blocks and tensor-parallel size accept, at least the source's."""
     granularity, multiple = 1, options.contract.width_multiple
     for layer in description.layers:
         if layer.routed:
@@ -142,7 +142,7 @@ def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
 
 
 def _widths(description: Description) -> tuple[int, int]:
-    """Width of one expert, and how many of them the shared MLP is wide; both must be the same in every layer."""
+    """Return the width of one expert, and how many of them the shared MLP is wide; both must be the same in every layer."""
     widths = description.widths
     if len(widths) != 1:
         found = ", ".join(map(str, widths)) or "none"
@@ -150,9 +150,8 @@ def _widths(description: Description) -> tuple[int, int]:
     ratios = {d.shared.width / widths[0] for d in description.layers if d.shared}
     if len(ratios) != 1 or not (ratio := ratios.pop()).is_integer() or ratio < 1:
         shared = sorted({d.shared.width for d in description.layers if d.shared})
-        message = (
-            f"shared width {', '.join(map(str, shared))} is no multiple of the routed width {widths[0]}, or differs between layers"
-        )
+        stored = ", ".join(map(str, shared))
+        message = f"shared width {stored} is not a multiple of the routed width {widths[0]}, or differs between layers"
         raise NotConvertible(Problem("width-ratio", message, hint="the kernel runs n shared experts of the routed width"))
     return widths[0], int(ratio)
 
@@ -183,7 +182,7 @@ def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, scales
 
 
 def _unfused_problems(unfused: list[LayerVerdict], scales: Scales) -> list[Problem]:
-    """One problem per distinct reason, naming the layers that have it, and of inexact scales one value."""
+    """Return one problem per distinct reason, naming the layers that have it, and of inexact scales one value."""
     by_reason: dict[Reason, list[LayerVerdict]] = {}
     for v in unfused:
         for reason in v.verdict.reasons:
@@ -195,7 +194,7 @@ def _message(reason: Reason, verdicts: list[LayerVerdict], scales: Scales) -> st
     if reason.code != INEXACT:
         return reason.message
     name = scales.inexact_of(verdicts[0].layer)[0]
-    return f"F32 scales are no powers of two in {len(verdicts)} layers, e.g. {name}: {scales.inexact[name]}"
+    return f"F32 scales are not powers of two in {len(verdicts)} layers, e.g. {name}: {scales.inexact[name]}"
 
 
 def _layer_list(verdicts: list[LayerVerdict]) -> str:

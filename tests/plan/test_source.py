@@ -116,4 +116,4 @@ def test_inexact_scales_of_a_whole_model_are_one_error(made: Made, tmp_path: Pat
     assert code == 3
     errors = [line.split(":")[0] for line in err.splitlines() if line.startswith("error")]
     assert errors == ["error[not-fusable]", "error[scale-inexact]"]
-    assert "F32 scales are no powers of two in 3 layers, e.g. layers.0.ffn.shared_experts.w1.scale: scale 0 is" in err
+    assert "F32 scales are not powers of two in 3 layers, e.g. layers.0.ffn.shared_experts.w1.scale: scale 0 is" in err
