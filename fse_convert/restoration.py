@@ -79,7 +79,7 @@ class Restoration:
             check_space(self.original, size)
             with stage(self.original) as staging:
                 restored = write_original(self.folder, self.checkpoint, self.claims, staging, self.link, report)
-                staging.publish()
+                staging.publish(lambda: None)
         return restored
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
-from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem
+from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, some
 
 SKIPPED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 """Bookkeeping of version control and of the hub client: tied to the folder it lies in, so never part of a checkpoint."""
@@ -109,6 +109,19 @@ class LocalFolder:
             raise EnvironmentFailure(
                 Problem("source-changed", message, name, "wait until nothing writes to the source, then start again")
             )
+
+    def changed(self) -> list[str]:
+        """Return the names of files that changed, came or went since the folder was first looked at. Raises OSError."""
+        now = LocalFolder(self.root).stamps
+        return sorted(n for n in {*now, *self.stamps} if now.get(n) != self.stamps.get(n))
+
+    def check_all(self) -> None:
+        """Refuse a folder in which a file changed, came or went meanwhile. Raises EnvironmentFailure, OSError."""
+        changed = self.changed()
+        if changed:
+            message = "this file changed, came or went while the checkpoint was being read"
+            hint = "wait until nothing writes to the source, then start again"
+            raise EnvironmentFailure(Problem("source-changed", message, some(changed), hint))
 
     @property
     def odd(self) -> list[str]:

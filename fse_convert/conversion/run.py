@@ -19,9 +19,10 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
-from fse_convert.errors import EnvironmentFailure, Problem, UsageError, environment
+from fse_convert.errors import EnvironmentFailure, Problem, UsageError, environment, some
 from fse_convert.output.copying import Link, carry
 from fse_convert.output.jobs import Job, Part, run_jobs
+from fse_convert.output.lock import staging_lost
 from fse_convert.output.staging import MARGIN, Staging, check_output, check_space, device, free_space, stage
 from fse_convert.plan.manifest import arguments_record, draft_manifest
 from fse_convert.plan.plan import Options, Plan
@@ -175,10 +176,12 @@ class Conversion:
             with _resumable(request.out), self._staged(restart=request.restart and request.ray is None) as staging:
                 result = self._write(staging, observe, fresh)
                 if draft:
-                    result.proof = self._prove(draft, staging, observe)
+                    staged = LocalFolder(staging.folder)
+                    logger.info("%d files are staged", len(staged.files))  # from here on, none may change
+                    result.proof = self._prove(draft, staged, observe)
                     size = self._write_manifest(draft, result.proof, staging)
                     result.add(MANIFEST, "written", size)
-                    staging.publish()
+                    staging.publish(lambda: self._check_undisturbed(staged))
         return result
 
     def _staged(self, *, restart: bool) -> AbstractContextManager[Staging]:
@@ -225,17 +228,35 @@ class Conversion:
             staging.write(name, text)
             result.add(name, "written", len(text))
 
-    def _prove(self, draft: Manifest, staging: Staging, observe: Observer) -> Proof | None:
-        """Prove what is staged against the source as it is now. Raises VerificationFailure."""
+    def _prove(self, draft: Manifest, staged: LocalFolder, observe: Observer) -> Proof | None:
+        """Prove what is staged against the source.
+
+        Raises VerificationFailure, and EnvironmentFailure where the proof failed because the source is not what it was.
+        """
         from fse_convert.verification.proof import ProofOptions, prove, refuse_failed
 
         if self.request.verify is Level.NONE:
             return None
         options = ProofOptions(level=self.request.verify, device="cpu", workers=self.request.workers, fail_fast=True)
-        proof = prove(self.plan, LocalFolder(staging.folder), draft, options, observe)
+        proof = prove(self.plan, staged, draft, options, observe)
+        if proof.failed:
+            self.folder.check_all()
         refuse_failed(proof)
         logger.info("proved up to %s", self.request.verify.value)
         return proof
+
+    def _check_undisturbed(self, staged: LocalFolder) -> None:
+        """Refuse to publish anything but what was planned and proved: the files as staged then, at their planned sizes.
+
+        The source must still be what was read. Raises EnvironmentFailure, OSError.
+        """
+        self.folder.check_all()
+        sizes = {job.name: job.size for job in self.jobs} | {n: len(text) for n, text in self.texts.items()}
+        sizes |= {name: self.folder.files[name] for name in self.plan.source.checkpoint.others}
+        wrong = set(staged.changed()) - {MANIFEST} | {n for n in {*staged.files, *sizes} if staged.files.get(n) != sizes.get(n)}
+        if wrong or staged.odd or staged.hidden:
+            names = some(sorted({*wrong, *staged.odd, *staged.hidden}))
+            raise staging_lost(f"files of unfinished work changed, came or went during the run: {names}", staged.root)
 
     def _write_manifest(self, draft: Manifest, proof: Proof | None, staging: Staging) -> int:
         """Write the manifest with what the proof found; return its size in bytes."""

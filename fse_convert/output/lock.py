@@ -6,35 +6,80 @@ locked there, since an exclusive lock needs a descriptor that may write.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from fse_convert.errors import Locked, Problem, UsageError
+from fse_convert.errors import EnvironmentFailure, Locked, Problem, UsageError
 from fse_convert.output.journal import JOURNAL
 
 LOCK = "lock"
 OUTPUT = "output"
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A staging folder that this process has locked, by descriptor: its path may come to lead elsewhere."""
+
+    root: Path
+    root_fd: int
+    lock_fd: int
+
+    def check(self) -> None:
+        """Refuse a folder, or a lock in it, that is no longer the one that is held. Raises EnvironmentFailure, OSError."""
+        try:
+            same = os.path.samestat(os.stat(self.root), os.fstat(self.root_fd))
+            same = same and os.path.samestat(os.stat(LOCK, dir_fd=self.root_fd), os.fstat(self.lock_fd))
+        except (FileNotFoundError, NotADirectoryError):
+            same = False
+        if not same:
+            raise staging_lost("the folder of unfinished work was removed or replaced during the run", self.root)
+
+
+def staging_lost(message: str, where: Path) -> EnvironmentFailure:
+    """Return the error for unfinished work that something else touched."""
+    hint = "find what does it (a cleaner of temporary files, another user, an unmounted disk), then give the same command again"
+    return EnvironmentFailure(Problem("staging-lost", message, str(where), hint))
+
+
 @contextmanager
-def locked(root: Path, out: Path, part: str = "") -> Iterator[None]:
+def locked(root: Path, out: Path, part: str = "") -> Iterator[Hold]:
     """Hold the staging folder ``root`` of ``out``, creating it: alone, or as one ``part`` such as ``2-of-8`` beside others.
 
-    Raises Locked when that is not possible, UsageError when what is there is no staging folder, OSError.
+    Raises Locked when that is not possible, UsageError when what is there is not a staging folder, OSError.
     """
     _check_ours(root)
     fds = [_hold(root, LOCK, out, fcntl.LOCK_SH if part else fcntl.LOCK_EX, "another run is writing this output")]
     try:
+        root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fds.append(root_fd)
+        sync_folder(root)  # the lock is the mark by which the next run knows this folder as its own
+        sync_folder(root.parent)
         if part:
             fds.append(_hold_count(root, part.rpartition("-")[2], out))
             fds.append(_hold(root, f"{LOCK}.{part}", out, fcntl.LOCK_EX, f"another run is writing part {part} of this output"))
-        yield
+        yield Hold(root=root, root_fd=root_fd, lock_fd=fds[0])
     finally:
         for fd in fds:
             os.close(fd)
+        with suppress(OSError):  # NFS and FUSE keep the name of an open file that was removed, so this failed before
+            root.rmdir()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder's entries durable; file systems that cannot are left alone."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)
 
 
 def _hold_count(root: Path, count: str, out: Path) -> int:
@@ -57,7 +102,7 @@ def _check_ours(root: Path) -> None:
         what = "a symbolic link" if root.is_symlink() else "not a folder"
     elif (root / OUTPUT).is_symlink():
         what = "a folder whose content lies elsewhere"
-    elif not (inside := _names(root)) or any(n.startswith((LOCK, JOURNAL)) for n in inside):
+    elif not (inside := _names(root)) or inside == {OUTPUT} or any(n.startswith((LOCK, JOURNAL)) for n in inside):
         return
     else:
         what = "a folder with something else in it"
@@ -78,8 +123,10 @@ def _hold(root: Path, name: str, out: Path, kind: int, message: str) -> int:
         root.mkdir(parents=True, exist_ok=True)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # a run that just finished removed the folder
-            continue
+        except OSError as e:
+            if e.errno in (errno.ENOENT, errno.ESTALE):  # a run that just finished removed the folder; ESTALE is NFS's word for it
+                continue
+            raise
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError as e:

@@ -13,16 +13,16 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, some
 from fse_convert.output.copying import exchange, write_all
 from fse_convert.output.journal import JOURNAL, Journal, differences, read_journal
-from fse_convert.output.lock import LOCK, OUTPUT, locked
+from fse_convert.output.lock import LOCK, OUTPUT, Hold, locked, sync_folder
 
 logger = logging.getLogger(__name__)
 MARGIN = 64 << 20
@@ -39,6 +39,7 @@ class Staging:
         self.old = self.root / "replaced"
         self.journal = Journal(self.root / JOURNAL, {}, {})
         self.replace = False
+        self.hold: Hold | None = None
 
     def begun(self) -> bool:
         """Return whether some run, or a part of one, has a journal here."""
@@ -57,7 +58,8 @@ class Staging:
     def path(self, name: str) -> Path:
         """Return the path of an output file while it is being made; its folders exist afterwards, and no file of that name."""
         path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for parent in reversed(PurePath(name).parents[:-1]):  # never the output's folder itself: if it is gone, the work is lost
+            (self.folder / parent).mkdir(exist_ok=True)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         path.unlink(missing_ok=True)
@@ -81,15 +83,19 @@ class Staging:
                     logger.info("%s: not of this conversion, removed", path)
                     path.unlink()
 
-    def publish(self) -> None:
+    def publish(self, check: Callable[[], None]) -> None:
         """Make every folder durable, then let the output appear by one rename; once it is there, nothing stops the rest.
 
-        Raises UsageError when something is there that may not be replaced, OSError.
+        ``check``: called last before the rename; raises when what is staged is not what was proved. Raises UsageError when
+        something is there that may not be replaced, EnvironmentFailure, OSError.
         """
         logger.info("publishing %s", self.out)
         for folder, _, _ in os.walk(self.folder, topdown=False):
             sync_folder(Path(folder))
         with _undisturbed():
+            if self.hold:
+                self.hold.check()
+            check()
             if os.path.lexists(self.out):
                 if not self.replace:
                     raise _exists(self.out)
@@ -152,7 +158,7 @@ def stage(
     """
     staging = Staging(out)
     staging.replace = replace
-    with locked(staging.root, out, part):
+    with locked(staging.root, out, part) as staging.hold:
         _prepare(staging, fingerprint, restart=restart, part=part)
         try:
             yield staging
@@ -161,6 +167,7 @@ def stage(
                 _remove(staging.root)
             raise
         except Exception:
+            staging.hold.check()  # what went wrong may only be the consequence of this
             if fingerprint is None:
                 _remove(staging.root)
             raise
@@ -252,18 +259,6 @@ def device(out: Path) -> int:
 
 def _existing(folder: Path) -> Path:
     return next(f for f in (folder, *folder.absolute().parents) if f.exists())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable; file systems that cannot are left alone."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(fd)
 
 
 def _exists(out: Path, *, replaceable: bool = True) -> UsageError:

@@ -123,7 +123,7 @@ def test_a_damaged_file_of_a_part_is_written_anew(made: Callable[..., Path], run
     path.write_bytes(raw)
     code, _, err = run(source, out, "-v")
     assert code == 0
-    assert f"{path.name}: finished by an earlier run, but not what it was: written anew" in err
+    assert f"{path.name}: finished by an earlier run, but its content changed: written again" in err
     assert digest(out) == digest(tmp_path / "whole")
 
 

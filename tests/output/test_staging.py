@@ -20,7 +20,7 @@ def test_output_appears_by_publishing_only(tmp_path: Path) -> None:
     with stage(out) as staging:
         staging.write("a/b.json", b"{}")
         assert not out.exists()
-        staging.publish()
+        staging.publish(lambda: None)
     assert (out / "a" / "b.json").read_bytes() == b"{}"
     assert list(tmp_path.iterdir()) == [out]
 
@@ -49,7 +49,7 @@ def test_a_second_run_is_locked_out_and_a_dead_one_is_taken_over(tmp_path: Path)
     with stage(out) as staging:
         assert not list(staging.folder.iterdir())
         staging.write("whole", b"1")
-        staging.publish()
+        staging.publish(lambda: None)
     assert [p.name for p in out.iterdir()] == ["whole"]
 
 
@@ -60,7 +60,7 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(replace: bool, tmp_path
         staging.write("x", b"1")
         out.mkdir()
         (out / "theirs").write_text("")
-        staging.publish()
+        staging.publish(lambda: None)
     assert [p.name for p in out.iterdir()] == ["theirs"]
 
 
@@ -71,7 +71,7 @@ def test_overwriting_swaps_whole_folders(tmp_path: Path) -> None:
     (out / MANIFEST).write_text("{}")
     with stage(out, replace=True) as staging:
         staging.write("new", b"1")
-        staging.publish()
+        staging.publish(lambda: None)
     assert [p.name for p in out.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [out]
 
@@ -103,7 +103,7 @@ def test_once_the_output_is_there_a_signal_changes_nothing(tmp_path: Path, monke
     try:
         with stage(tmp_path / "out") as staging:
             staging.write("x", b"1")
-            staging.publish()
+            staging.publish(lambda: None)
         assert signal.getsignal(signal.SIGTERM) is stop
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -133,4 +133,4 @@ def test_only_files_of_the_plan_stay(tmp_path: Path) -> None:
         staging.keep_only({"a", "fse/b"})
         assert sorted(str(p.relative_to(staging.folder)) for p in staging.folder.rglob("*") if not p.is_dir()) == ["a", "fse/b"]
         assert not (staging.folder / "link").exists()
-        staging.publish()
+        staging.publish(lambda: None)
