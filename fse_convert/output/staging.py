@@ -162,13 +162,12 @@ def stage(
         _prepare(staging, fingerprint, restart=restart, part=part)
         try:
             yield staging
-        except FseConvertError as e:
-            if not part and (fingerprint is None or not isinstance(e, EnvironmentFailure | UsageError)):
-                _remove(staging.root)
-            raise
-        except Exception:
+        except Exception as e:
             staging.hold.check()  # what went wrong may only be the consequence of this
-            if fingerprint is None:
+            kept = fingerprint is not None and (
+                not isinstance(e, FseConvertError) or isinstance(e, EnvironmentFailure | UsageError)
+            )
+            if not (part or kept):
                 _remove(staging.root)
             raise
 
