@@ -5,17 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY / p) for p in ("examples", "tests", "tests/cli", "tests/conversion")]
-
-from make_checkpoint import make_checkpoint  # noqa: E402
+from fse_convert.testing.checkpoints import make_checkpoint
 
 SMALL = {"hidden": 512, "width": 384, "layers": 2, "experts": 3, "vocab": 64}
 """Small enough for a test of milliseconds; 384 is no multiple of 512 but one of 128, as 2304 is."""
@@ -42,6 +38,36 @@ def source(made: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
 
     def copy(kind: str = "v4.1-flash", **knobs: Any) -> Path:
         return Path(shutil.copytree(made(kind, **knobs), tmp_path / "source"))
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def converted(made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Convert a small checkpoint for a target with options, once per session; never write into it."""
+    from fse_convert.cli import main
+
+    known: dict[str, Path] = {}
+
+    def convert(target: str = "megamoe-512", kind: str = "v4.1-flash", *options: str, **knobs: Any) -> Path:
+        key = json.dumps([target, kind, options, knobs], sort_keys=True)
+        if key not in known:
+            out = tmp_path_factory.mktemp("converted") / "out"
+            with pytest.raises(SystemExit) as stopped:
+                main([str(made(kind, **knobs)), str(out), "--target", target, "-q", *options])
+            assert not stopped.value.code
+            known[key] = out
+        return known[key]
+
+    return convert
+
+
+@pytest.fixture
+def output(converted: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Make a private copy of a conversion, to be damaged; arguments as `converted` takes them."""
+
+    def copy(*target_kind_options: str, **knobs: Any) -> Path:
+        return Path(shutil.copytree(converted(*target_kind_options, **knobs), tmp_path / "out"))
 
     return copy
 

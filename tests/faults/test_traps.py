@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from fse_convert.testing.checkpoints import make_checkpoint
+
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 Digest = Callable[[Path], dict[str, str]]
@@ -144,8 +146,6 @@ def test_bytes_do_not_depend_on_workers_or_environment(made: Make, run: Run, dig
 @pytest.mark.slow
 def test_memory_stays_bounded_beside_a_tensor_of_98_gb(made: Make, tmp_path: Path) -> None:
     """A sparse engram table as large as DeepSeek-V4.1's, under a limit of 1 GiB: planning and writing never touch its size."""
-    from make_checkpoint import make_checkpoint
-
     knobs = {"hidden": 512, "width": 384, "layers": 2, "experts": 3, "vocab": 64}
     root = make_checkpoint(tmp_path / "source", "v4.1-flash", engram_rows=384_006_168, sparse=True, **knobs)
     assert sum(p.stat().st_size for p in root.glob("*.safetensors")) > 90e9

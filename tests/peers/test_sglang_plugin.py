@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import make_env
 import pytest
-import vllm_cases
-import wheels
+
+from fse_convert.testing.checkpoints import make_checkpoint
+from tests.peers import make_env, vllm_cases, wheels
 
 pytestmark = pytest.mark.peers
 
@@ -70,9 +70,6 @@ def checkpoint(work: Path) -> Callable[..., Path]:
     """Make a checkpoint, or its conversion for a target; both once."""
 
     def make(name: str, target: str = "") -> Path:
-        sys.path.insert(0, str(REPOSITORY / "examples"))
-        from make_checkpoint import make_checkpoint
-
         folder = work / (f"{name}-{target}" if target else name)
         with locked(folder):
             if not folder.exists() and not target:

@@ -6,14 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import published
 import pytest
 import torch
-import wheels
 from safetensors import safe_open
 from torch import Tensor
 
 from fse_convert.serving.sidecar import open_sidecar
+from tests.peers import published, wheels
 
 pytestmark = pytest.mark.peers
 

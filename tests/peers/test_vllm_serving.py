@@ -12,8 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_cases
-from vllm_cases import CASES, EXPERTS, HIDDEN, LAYERS, PADDED, PARTS, V4, V4_1, WIDTH, WRAPPER, Answer, Case, Workshop, case
+
+from tests.peers import vllm_cases
+from tests.peers.vllm_cases import (
+    CASES,
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    PADDED,
+    PARTS,
+    V4,
+    V4_1,
+    WIDTH,
+    WRAPPER,
+    Answer,
+    Case,
+    Workshop,
+    case,
+)
 
 pytestmark = pytest.mark.peers
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from in_memory import PROJ, Model, Tensors, expert, plans_of, subject_of
-from releases import NEWEST
 
 from fse_convert.plan.advice import advise
 from fse_convert.plan.plan import Options
 from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, Subject, judge, whole
 from fse_convert.servers.targets import find_target
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.testing.memory import PROJ, Model, Tensors, expert, plans_of, subject_of
+from tests.releases import NEWEST
 
 QUARK_FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}, "input_tensors": {"dtype": "fp4"}}
 MTP_FP8 = {"re:mtp\\.0\\.ffn\\.shared_experts\\..*": {"weight": {"dtype": "fp8_e4m3"}}}

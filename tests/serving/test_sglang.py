@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_standins import CONFIG, MODULE, Experts, Linear, SharedMlp, codes, loaded, never, raw, refused, served
 from torch import nn
 
 from fse_convert.errors import NotServable
@@ -16,6 +15,8 @@ from fse_convert.plan.plan import Part
 from fse_convert.serving import sglang as plugin
 from fse_convert.serving.sglang import modules
 from fse_convert.serving.sidecar import KernelShared, open_sidecar
+from fse_convert.testing.patch import flip_payload
+from tests.serving.sglang_standins import CONFIG, MODULE, Experts, Linear, SharedMlp, codes, loaded, never, raw, refused, served
 
 GIB = 2**30
 
@@ -213,9 +214,7 @@ def test_a_folder_that_lost_its_index_or_a_byte_is_refused(server, converted, tm
     assert modules.KEEP in str(error.value)
     out = shutil.copytree(converted(), tmp_path / "byte")
     (shard,) = (out / "fse").glob("*.safetensors")
-    raw = shard.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    shard.write_bytes(raw[:start] + bytes(byte ^ 1 for byte in raw[start:]))
+    flip_payload(shard)
     served(out)
     assert codes(refused(loaded(out))) == ["sidecar-damaged"]
 

@@ -20,6 +20,7 @@ from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.servers.targets import find_target
 from fse_convert.sidecar.claims import parse_claims, read_claims
+from fse_convert.testing.patch import edit_index, find, poke, read_header, write_shard
 from fse_convert.verification import addresses, passes, pieces, stream
 from fse_convert.verification.expected import open_source
 from fse_convert.verification.findings import LIMIT, Level, StorageResult
@@ -41,30 +42,6 @@ def output(
 def prove(root: Path, out: Path, **how: Any) -> StorageResult:
     folder = LocalFolder(out)
     return prove_storage(open_source(LocalFolder(root)), folder, read_claims(folder), **how)
-
-
-def header(path: Path) -> tuple[dict[str, Any], int]:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), 8 + length
-
-
-def place(out: Path, tensor: str) -> tuple[Path, int, dict[str, Any]]:
-    """The file that holds a tensor, the offset of its first byte, and its entry."""
-    for path in out.rglob("*.safetensors"):
-        entries, start = header(path)
-        if tensor in entries:
-            return path, start + entries[tensor]["data_offsets"][0], entries[tensor]
-    raise KeyError(tensor)
-
-
-def poke(path: Path, offset: int, value: int) -> int:
-    with path.open("r+b") as f:
-        f.seek(offset)
-        before = f.read(1)[0]
-        f.seek(offset)
-        f.write(bytes([value]))
-    return before
 
 
 # Addresses, against the published formulas written out the other way: from logical rows to physical ones.
@@ -151,7 +128,7 @@ def test_proves_an_output_of_every_kind(kind: str, made: Make, tmp_path: Path) -
     out = output(root, tmp_path / "out", level=Level.NONE)
     result = prove(root, out)
     assert result.passed, [str(m) for m in result.findings.listed]
-    names = {n for p in root.glob("*.safetensors") for n in header(p)[0]} - {"__metadata__"}
+    names = {n for p in root.glob("*.safetensors") for n in read_header(p)[0]} - {"__metadata__"}
     kernel = sum(n.endswith(("_weight", "_weight_scale")) for n in result.tensors if ".shared_l" in n)
     assert result.coverage.tensors["unchanged"] + result.coverage.tensors["padded"] == len(names)
     assert result.coverage.tensors["kernel"] == kernel
@@ -200,14 +177,15 @@ def test_pieces_may_end_anywhere(made: Make, tmp_path: Path, monkeypatch: pytest
     assert small.files == whole.files
     assert small.coverage == whole.coverage
     name = "mtp.0.ffn.experts.shared_l1_weight"
-    path, offset, entry = place(out, name)
-    data = path.read_bytes()[offset : offset + entry["data_offsets"][1] - entry["data_offsets"][0]]
+    path, offset, entry = find(out, name)
+    start, end = entry["data_offsets"]
+    data = path.read_bytes()[offset : offset + end - start]
     assert small.tensors[name] == xxhash.xxh3_128_hexdigest(data)
     for at in (0, 10_006, 10_007, 2 * 512 * 512 - 1):
-        before = poke(path, offset + at, data[at] ^ 1)
+        before = poke(out, name, at, bytes([data[at] ^ 1]))
         found = prove(root, out).findings.listed[0]
         assert (found.tensor, found.offset, found.count) == (name, offset + at, 1)
-        poke(path, offset + at, before)
+        poke(out, name, at, before)
 
 
 def test_empty_and_scalar_tensors_have_digests(source: Make, tmp_path: Path) -> None:
@@ -217,11 +195,8 @@ def test_empty_and_scalar_tensors_have_digests(source: Make, tmp_path: Path) -> 
         "b.scalar": {"dtype": "BF16", "shape": [], "data_offsets": [0, 2]},
         "c.empty": {"dtype": "I64", "shape": [2, 0], "data_offsets": [2, 2]},
     }
-    text = json.dumps(entries).encode()
-    (root / "model-00099.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\x01\x02")
-    index = json.loads((root / "model.safetensors.index.json").read_text())
-    index["weight_map"] |= dict.fromkeys(entries, "model-00099.safetensors")
-    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_shard(root / "model-00099.safetensors", entries, b"\x01\x02")
+    edit_index(root, lambda index: index["weight_map"].update(dict.fromkeys(entries, "model-00099.safetensors")))
     out = output(root, tmp_path / "out")
     result = prove(root, out)
     assert result.passed
@@ -243,11 +218,11 @@ def pair(made: Make, tmp_path: Path) -> tuple[Path, Path]:
 
 def test_names_tensor_file_offset_expected_and_found(pair: tuple[Path, Path]) -> None:
     root, out = pair
-    path, offset, _ = place(out, "layers.0.ffn.shared_experts.w1.weight")
-    source, source_offset, _ = place(root, "layers.0.ffn.shared_experts.w1.weight")
+    path, offset, _ = find(out, "layers.0.ffn.shared_experts.w1.weight")
+    source, source_offset, _ = find(root, "layers.0.ffn.shared_experts.w1.weight")
     at = 5 * 512 + 7
     expected = source.read_bytes()[source_offset + at]
-    poke(path, offset + at, expected ^ 0x81)
+    poke(out, "layers.0.ffn.shared_experts.w1.weight", at, bytes([expected ^ 0x81]))
     result = prove(root, out)
     first = result.findings.listed[0]
     assert first.code == "bytes"
@@ -271,8 +246,8 @@ def test_names_tensor_file_offset_expected_and_found(pair: tuple[Path, Path]) ->
 )
 def test_tells_padding_apart(tensor: str, at: int, fill: int, pair: tuple[Path, Path]) -> None:
     root, out = pair
-    path, offset, _ = place(out, tensor)
-    assert poke(path, offset + at, 0x33) == fill
+    offset = find(out, tensor).offset
+    assert poke(out, tensor, at, b"\x33") == bytes([fill])
     found = prove(root, out).findings.listed[0]
     assert (found.code, found.tensor, found.offset, found.expected, found.found) == (
         "padding",
@@ -286,7 +261,7 @@ def test_tells_padding_apart(tensor: str, at: int, fill: int, pair: tuple[Path, 
 def test_lists_some_mismatches_and_counts_all(pair: tuple[Path, Path]) -> None:
     root, out = pair
     for path in out.glob("*.safetensors"):
-        _, start = header(path)
+        _, start = read_header(path)
         raw = bytearray(path.read_bytes())
         raw[start:] = bytes(b ^ 0xFF for b in raw[start:])
         path.write_bytes(raw)
@@ -384,7 +359,7 @@ def test_a_sample_is_repeatable_and_says_so(pair: tuple[Path, Path]) -> None:
     assert all(first.coverage.tensors.values())
     assert first.of_tensors > 7
     assert not any(n.endswith(".safetensors") for n in first.files)
-    poke(*place(out, next(iter(first.tensors)))[:2], 0xEE)
+    poke(out, next(iter(first.tensors)), 0, b"\xee")
     assert not prove(root, out, sample=7).passed
     everything = prove(root, out, sample=10_000)
     assert everything.coverage.compared == everything.of_tensors
@@ -394,12 +369,11 @@ def test_a_sample_is_repeatable_and_says_so(pair: tuple[Path, Path]) -> None:
 def test_proves_the_published_width(made: Make, tmp_path: Path) -> None:
     root = made("v4.1-flash", hidden=5120, width=2304, layers=1, experts=1, mtp=0)
     out = output(root, tmp_path / "out", level=Level.NUMERICS)
-    entry = place(out, "layers.0.ffn.experts.shared_l1_weight")[2]
+    entry = find(out, "layers.0.ffn.experts.shared_l1_weight").entry
     assert entry["shape"] == [5120, 5120]
     result = prove(root, out)
     assert result.passed
-    path, offset, _ = place(out, "layers.0.ffn.experts.shared_l1_weight_scale")
-    poke(path, offset + 4 * 5120 * 39 + 5, 0x80)
+    poke(out, "layers.0.ffn.experts.shared_l1_weight_scale", 4 * 5120 * 39 + 5, b"\x80")
     assert prove(root, out).findings.listed[0].tensor == "layers.0.ffn.experts.shared_l1_weight_scale"
 
 
