@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import textwrap
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,34 @@ from fse_convert.testing.checkpoints import make_checkpoint
 
 SMALL = {"hidden": 512, "width": 384, "layers": 2, "experts": 3, "vocab": 64}
 """Small enough for a test of milliseconds; 384 is no multiple of 512 but one of 128, as 2304 is."""
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name cases by their data, where pytest would number them; other objects need an id of their own."""
+    return None if val is None or isinstance(val, (str, bool, int, float, Enum)) else described(val)
+
+
+def described(val: object) -> str | None:
+    """The words of a piece of data, or None where it holds anything else."""
+    if isinstance(val, BaseException):
+        return f"{type(val).__name__} {val}".strip()
+    if isinstance(val, bytes):
+        return repr(val)[1:]
+    if isinstance(name := getattr(val, "name", None), str):  # a member of an enum, a target
+        return name
+    if isinstance(val, dict):
+        words = [None if (word := described(value)) is None else f"{key} {word}" for key, value in val.items()]
+    elif isinstance(val, (list, tuple)):
+        words = [described(value) for value in val]
+    elif isinstance(val, set):
+        words = sorted(str(value) for value in val)
+    elif isinstance(val, partial):
+        words = [described(value) for value in val.args]
+    else:
+        return str(val) if val is None or isinstance(val, (str, int, float)) else None
+    if None in words:
+        return None
+    return textwrap.shorten(", ".join(map(str, words)) or "nothing", 120, placeholder="...")
 
 
 @pytest.fixture(scope="session")

@@ -140,9 +140,6 @@ def test_another_source_is_told(out: Path, made: Make, run: Run) -> None:
     assert "this is not the checkpoint that the output was made from" in text
 
 
-# The kernel level, with a stand-in for the device.
-
-
 def stand_in(monkeypatch: pytest.MonkeyPatch, status: str, verdict: str) -> None:
     found = KernelProbe(status, "needs an SM100 GPU", "deep_gemm.py", "2.8.2", "2.14", "13.0", "NVIDIA B200", (10, 0))  # type: ignore[arg-type]
     result = KernelResult(verdict, f"the kernel {verdict}", {"relative_l2": 1e-4}, found)  # type: ignore[arg-type]
@@ -194,9 +191,6 @@ def test_a_kernel_that_ran_is_recorded(root: Path, out: Path, tmp_path: Path, ru
     code, _, err = run(root, tmp_path / "third", "--verify", "kernel")
     assert (code, "error[kernel-mismatch]" in err) == (1, True)
     assert not (tmp_path / "third").exists()
-
-
-# What convert does with it.
 
 
 @pytest.mark.parametrize("wrong", ["interleave", "l1_scale", "l2_scale"])

@@ -59,7 +59,11 @@ def test_a_hard_linked_source_that_is_edited_later_is_seen_by_verify(source: Mak
     assert linked.name in out_text + err
 
 
-@pytest.mark.parametrize("name", ["with space", "line\nbreak", "ünïcode", b"\xff\xfe", "a" * 200])
+@pytest.mark.parametrize(
+    "name",
+    ["with space", "line\nbreak", "ünïcode", b"\xff\xfe", "a" * 200],
+    ids=["a space", "a line break", "umlauts", "no Unicode", "200 characters"],
+)
 def test_odd_names_of_files_and_folders(name: str | bytes, source: Make, run: Run, digest: Digest, tmp_path: Path) -> None:
     root = source()
     text = os.fsdecode(name)

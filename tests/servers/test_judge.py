@@ -152,6 +152,7 @@ def test_layers_without_a_shared_expert_and_models_without_experts() -> None:
         (Model(shared_width=512), "slot-width", "slot-width"),
         (Model(shared="gptq"), "format-unknown", "format-unknown"),
     ],
+    ids=["FP8 beside MXFP4", "MXFP4 both", "FP8 both", "BF16 shared", "two shared", "wider shared", "GPTQ shared"],
 )
 def test_slots(model: Model, sglang: str, atom: str) -> None:
     about = model.subject()

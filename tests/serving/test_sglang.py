@@ -21,9 +21,6 @@ from tests.serving.sglang_standins import CONFIG, MODULE, Experts, Linear, Share
 GIB = 2**30
 
 
-# Shared experts --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", ["sglang-0.5.23", "megamoe-512"])
 def test_shared_experts_come_from_the_sidecar_and_the_originals_go(server, converted, target):
     out = converted(target)
@@ -112,9 +109,6 @@ def test_prefixes(prefix, layers, expected):
         assert codes(error) == [expected]
     else:
         assert modules.checkpoint_prefix(prefix, layers) == expected
-
-
-# What does not fit -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_of_another_width_is_refused_with_the_target(server, converted):
@@ -294,9 +288,6 @@ def test_weights_shuffled_for_flashinfer_are_not_compared(server, converted):
     assert mlp.down_proj.weight_scale_inv_shuffled.numel() == 0
 
 
-# Routed experts --------------------------------------------------------------------------------------------------------------
-
-
 def test_routed_scales_go_where_the_kernel_has_its_own(server):
     served(None, loader="DefaultModelLoader")
     experts = Experts(2, 512, 384)
@@ -321,9 +312,6 @@ def test_routed_scales_stay_where_something_may_read_them(server, kind):
     plugin.around_routed(lambda _e: None, experts)
     assert experts.w13_weight_scale_inv.numel()
     assert plugin.state.load.freed == 0
-
-
-# Sizes -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

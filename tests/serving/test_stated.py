@@ -45,11 +45,10 @@ def problems(folder: Path, *, whole: bool = True) -> dict[str, str]:
     return {Path(p.where).name: p.code for p in e.value.problems}
 
 
-# The manifest ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "change", [lambda m: m["model"].update(family="other"), lambda m: m.pop(DIGEST), lambda m: m["tensors"].clear()]
+    "change",
+    [lambda m: m["model"].update(family="other"), lambda m: m.pop(DIGEST), lambda m: m["tensors"].clear()],
+    ids=["another family", "no digest", "no tensors"],
 )
 def test_a_manifest_that_was_edited(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
     edit_manifest(out, change, signed=False)
@@ -59,19 +58,25 @@ def test_a_manifest_that_was_edited(out: Path, change: Callable[[dict[str, Any]]
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: m.update(files={"x.safetensors": 1}),
-        lambda m: m.update(files={"x.safetensors": {"size": "1", "sha256": ""}}),
-        lambda m: m.update(files={"x.safetensors": {"size": 1}}),
-        lambda m: m.update(files=[1]),
-        lambda m: m.pop("files"),
-        lambda m: m.update(tensors={"a": 1}),
-        lambda m: m.update(tensors="a"),
-        lambda m: m.update(layers=[1]),
-        lambda m: m.update(layers=[{"verdict": "fused", "name": 1}]),
-        lambda m: m.update(layers=None),
-        lambda m: m["contract"].update(name=None),
-        *(lambda m, v=v: m["model"].update(n_shared_experts=v) for v in (float("inf"), float("nan"), 1.0, True, -1, "1", None, [])),
-        *(lambda m, v=v: m["model"]["width"].update(kernel=v) for v in (float("inf"), 512.5, -512, None)),
+        pytest.param(lambda m: m.update(files={"x.safetensors": 1}), id="file a number"),
+        pytest.param(lambda m: m.update(files={"x.safetensors": {"size": "1", "sha256": ""}}), id="size a text"),
+        pytest.param(lambda m: m.update(files={"x.safetensors": {"size": 1}}), id="file without a digest"),
+        pytest.param(lambda m: m.update(files=[1]), id="files a list"),
+        pytest.param(lambda m: m.pop("files"), id="no files"),
+        pytest.param(lambda m: m.update(tensors={"a": 1}), id="digest a number"),
+        pytest.param(lambda m: m.update(tensors="a"), id="tensors a text"),
+        pytest.param(lambda m: m.update(layers=[1]), id="layer a number"),
+        pytest.param(lambda m: m.update(layers=[{"verdict": "fused", "name": 1}]), id="layer's name a number"),
+        pytest.param(lambda m: m.update(layers=None), id="layers null"),
+        pytest.param(lambda m: m["contract"].update(name=None), id="contract's name null"),
+        *(
+            pytest.param(lambda m, v=v: m["model"].update(n_shared_experts=v), id=f"n_shared_experts {v!r}")
+            for v in (float("inf"), float("nan"), 1.0, True, -1, "1", None, [])
+        ),
+        *(
+            pytest.param(lambda m, v=v: m["model"]["width"].update(kernel=v), id=f"kernel's width {v!r}")
+            for v in (float("inf"), 512.5, -512, None)
+        ),
     ],
 )
 def test_a_manifest_of_another_make(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -83,9 +88,6 @@ def test_a_manifest_that_cannot_be_encoded_again(out: Path) -> None:
     path = out / "fse" / "manifest.json"
     path.write_text('{"format": "fse-convert", "format_version": 1, "x": ' + '{"a":' * 900 + "1" + "}" * 900 + "}")
     assert problems(out) == {"manifest.json": "manifest-damaged"}
-
-
-# The files around it ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
@@ -154,9 +156,6 @@ def test_other_files_of_the_folder_are_the_users_own(out: Path) -> None:
     (out / "README.md").write_text("mine")
     (out / "notes.txt").write_text("mine")
     assert open_sidecar(out).layers == LAYERS
-
-
-# fse/ itself -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("whole", [True, False])

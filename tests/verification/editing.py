@@ -47,7 +47,7 @@ def seal(out: Path, manifest: Manifest | None = None, *, digests: bool = True) -
 
 
 def into(*path: str | int, **changes: Any) -> Callable[[Manifest], None]:
-    """Change keys of the object at a path of a manifest."""
+    """Change keys of the object at a path of a manifest; the change is named after them."""
 
     def edit(manifest: Manifest) -> None:
         place: Any = manifest
@@ -55,4 +55,7 @@ def into(*path: str | int, **changes: Any) -> Callable[[Manifest], None]:
             place = place[key]
         place.update(changes)
 
+    edit.__name__ = (
+        f"{'.'.join(map(str, path)) or 'manifest'} with {', '.join(f'{key} {value!r}' for key, value in changes.items())}"
+    )
     return edit

@@ -176,9 +176,6 @@ def test_half_characters_in_a_config_are_kept(target: str, source: Make, tmp_pat
     assert (original / "config.json").read_bytes() == path.read_bytes()
 
 
-# Sizes that would not fit into memory.
-
-
 @pytest.mark.parametrize("name", ["fse/manifest.json", "config.json", INDEX, f"fse/{INDEX}"])
 def test_json_of_absurd_size_is_not_read(name: str, out: Path, verify: Run) -> None:
     os.truncate(out / name, 40 << 30)

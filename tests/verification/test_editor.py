@@ -41,9 +41,6 @@ def drop_layers(out: Path, layers: tuple[str, ...]) -> None:
     seal(out, manifest)
 
 
-# Layers that were dropped.
-
-
 @pytest.mark.parametrize("layers", [LAYERS[:1], LAYERS[2:], LAYERS])
 def test_dropped_layers_fail_every_level(layers: tuple[str, ...], out: Path, verify: Run) -> None:
     drop_layers(out, layers)
@@ -82,9 +79,6 @@ def test_no_layer_that_fits(made: Make, tmp_path: Path, run: Run) -> None:
     assert all(layer["reason"] for layer in layers["left_out"])
 
 
-# A manifest that says what this source does not lead to.
-
-
 KERNEL = {"status": "passed", "layers": 3, "relative_l2": 1e-4, "device": "NVIDIA B200", "deep_gemm": "2.8.2"}
 
 
@@ -109,7 +103,7 @@ KERNEL = {"status": "passed", "layers": 3, "relative_l2": 1e-4, "device": "NVIDI
         (into("proof", "storage", bytes=1), "proof.storage.bytes"),
         (into("proof", "storage", files=1000), "proof.storage.files"),
         (into("proof", more=1), "proof.more nothing"),
-        (lambda m: m.pop("proof"), "a key proof"),
+        pytest.param(lambda m: m.pop("proof"), "a key proof", id="no proof"),
         (into("proof", storage={"status": "not-run", "reason": "not asked for"}), "proof.storage"),
     ],
 )
@@ -171,9 +165,6 @@ def test_wider_than_needed_is_told(root: Path, tmp_path: Path, run: Run) -> None
     assert "model.width.main 512, found 1536" in text
 
 
-# Names, count and order in fse/.
-
-
 def add_an_empty_file(out: Path) -> None:
     write_shard(out / "fse/extra.safetensors", {"__metadata__": read_shard(out / SIDECAR)[0]["__metadata__"]}, b"")
 
@@ -217,9 +208,6 @@ def test_the_sidecar_is_as_a_conversion_writes_it(change: Callable[[Path], None]
     assert f"mismatch[{code}]" in text
 
 
-# Files in folders that are no part of a checkpoint.
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -247,9 +235,6 @@ def test_what_the_hubs_client_leaves_is_a_note(out: Path, verify: Run, run: Run)
     for code, text, _ in (verify("--level", "storage"), run("verify", out)):
         assert code == 0
         assert "note: 3 files of the hub client's bookkeeping in .cache/huggingface were left out" in text
-
-
-# Samples.
 
 
 def test_a_sample_is_another_one_every_time(out: Path, verify: Run) -> None:
