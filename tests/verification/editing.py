@@ -55,7 +55,6 @@ def into(*path: str | int, **changes: Any) -> Callable[[Manifest], None]:
             place = place[key]
         place.update(changes)
 
-    edit.__name__ = (
-        f"{'.'.join(map(str, path)) or 'manifest'} with {', '.join(f'{key} {value!r}' for key, value in changes.items())}"
-    )
+    place = ".".join(map(str, path)) or "manifest"
+    edit.__name__ = f"{place} with " + ", ".join(f"{ascii(key)[1:-1]} {value!a}" for key, value in changes.items())
     return edit
