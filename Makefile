@@ -26,7 +26,7 @@ $(VENV)/dev: $(VENV)/installed
 
 demo: $(VENV)/installed ## make a DeepSeek-V4.1-shaped checkpoint, convert it, prove it, show the report
 	rm -rf $(DEMO)
-	$(BIN)/python examples/make_checkpoint.py $(DEMO)/checkpoint --kind v4.1-flash --layers 2 --mtp 1 --experts 8
+	$(BIN)/python -m fse_convert.testing $(DEMO)/checkpoint --kind v4.1-flash --layers 2 --mtp 1 --experts 8
 	$(BIN)/fse-convert $(DEMO)/checkpoint $(DEMO)/converted
 
 test: $(VENV)/dev ## all tests, the published peers included (downloads their wheels once)

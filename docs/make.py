@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fse_convert.report.targets_markdown import targets_markdown
+from fse_convert.testing.checkpoints import make_checkpoint
 
 DOCS = Path(__file__).resolve().parent
 COLUMNS = 118
@@ -38,9 +39,6 @@ def screen(checkpoint: Path) -> str:
 
 def example(folder: Path) -> Path:
     """A checkpoint with the shapes of DeepSeek-V4.1-Flash, headers and config only: inspect reads no weights."""
-    sys.path.insert(0, str(DOCS.parent / "examples"))
-    from make_checkpoint import make_checkpoint
-
     return make_checkpoint(folder / NAME, "v4.1-flash", real=True, sparse=True)
 
 

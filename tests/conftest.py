@@ -5,20 +5,47 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
+import textwrap
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY / p) for p in ("examples", "tests", "tests/cli", "tests/conversion")]
-
-from make_checkpoint import make_checkpoint  # noqa: E402
+from fse_convert.testing.checkpoints import make_checkpoint
 
 SMALL = {"hidden": 512, "width": 384, "layers": 2, "experts": 3, "vocab": 64}
 """Small enough for a test of milliseconds; 384 is no multiple of 512 but one of 128, as 2304 is."""
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name cases by their data, where pytest would number them; other objects need an id of their own."""
+    return None if val is None or isinstance(val, (str, bool, int, float, Enum)) else described(val)
+
+
+def described(val: object) -> str | None:
+    """The words of a piece of data, or None where it holds anything else."""
+    if isinstance(val, BaseException):
+        return f"{type(val).__name__} {val}".strip()
+    if isinstance(val, bytes):
+        return repr(val)[1:]
+    if isinstance(name := getattr(val, "name", None), str):  # a member of an enum, a target
+        return name
+    if isinstance(val, dict):
+        words = [None if (word := described(value)) is None else f"{key} {word}" for key, value in val.items()]
+    elif isinstance(val, (list, tuple)):
+        words = [described(value) for value in val]
+    elif isinstance(val, set):
+        words = sorted(str(value) for value in val)
+    elif isinstance(val, partial):
+        words = [described(value) for value in val.args]
+    else:
+        return str(val) if val is None or isinstance(val, (str, int, float)) else None
+    if None in words:
+        return None
+    return textwrap.shorten(", ".join(map(str, words)) or "nothing", 120, placeholder="...")
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +69,36 @@ def source(made: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
 
     def copy(kind: str = "v4.1-flash", **knobs: Any) -> Path:
         return Path(shutil.copytree(made(kind, **knobs), tmp_path / "source"))
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def converted(made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Convert a small checkpoint for a target with options, once per session; never write into it."""
+    from fse_convert.cli import main
+
+    known: dict[str, Path] = {}
+
+    def convert(target: str = "megamoe-512", kind: str = "v4.1-flash", *options: str, **knobs: Any) -> Path:
+        key = json.dumps([target, kind, options, knobs], sort_keys=True)
+        if key not in known:
+            out = tmp_path_factory.mktemp("converted") / "out"
+            with pytest.raises(SystemExit) as stopped:
+                main([str(made(kind, **knobs)), str(out), "--target", target, "-q", *options])
+            assert not stopped.value.code
+            known[key] = out
+        return known[key]
+
+    return convert
+
+
+@pytest.fixture
+def output(converted: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Make a private copy of a conversion, to be damaged; arguments as `converted` takes them."""
+
+    def copy(*target_kind_options: str, **knobs: Any) -> Path:
+        return Path(shutil.copytree(converted(*target_kind_options, **knobs), tmp_path / "out"))
 
     return copy
 

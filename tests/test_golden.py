@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from fse_convert.testing.checkpoints import make_checkpoint
+
 GOLDEN = Path(__file__).with_name("golden.json")
 SMALL = {"hidden": 512, "width": 384, "layers": 2, "experts": 3, "vocab": 64}
 SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -133,8 +135,6 @@ def test_outputs_are_those_of_0_1_0(name: str, options: str, made: Callable[...,
 
 def record() -> None:
     """Write ``golden.json`` from what this version does."""
-    from make_checkpoint import make_checkpoint
-
     golden: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (kind, knobs) in SOURCES.items():

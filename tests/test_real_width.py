@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_convert import check_kernel, check_standard
+
+from fse_convert.testing.checkpoints import make_checkpoint
+from tests.conversion.expected import check_kernel, check_standard
 
 pytestmark = pytest.mark.slow
 LIMIT = 600 << 20
@@ -40,8 +42,6 @@ def shown_in_readme() -> list[str]:
 
 @pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single file"])
 def test_real_width(single_file: bool, tmp_path: Path) -> None:
-    from make_checkpoint import make_checkpoint
-
     root = make_checkpoint(tmp_path / "source", "v4.1-flash", layers=2, mtp=1, experts=8, single_file=single_file)
     text, peak = convert(root, tmp_path / "out", "--workers", "1")
     print(f"peak memory above torch: {peak >> 20} MiB, single file: {single_file}")
@@ -56,8 +56,6 @@ def test_real_width(single_file: bool, tmp_path: Path) -> None:
 
 
 def test_megamoe_128_takes_the_real_width_as_it_is(tmp_path: Path, digest: Callable[[Path], dict[str, str]]) -> None:
-    from make_checkpoint import make_checkpoint
-
     root = make_checkpoint(tmp_path / "source", "v4.1-flash", layers=1, mtp=0, experts=2)
     text, _ = convert(root, tmp_path / "out", "--target", "megamoe-128")
     assert "width 2304, nothing to pad; 1 of 1 layers fit megamoe-128" in text
@@ -67,8 +65,6 @@ def test_megamoe_128_takes_the_real_width_as_it_is(tmp_path: Path, digest: Calla
 
 def test_memory_at_the_largest_size_there_is(tmp_path: Path) -> None:
     """DeepSeek-V4-Pro's experts, hidden 7168 and width 3072: the default command with its proofs keeps to the limit."""
-    from make_checkpoint import make_checkpoint
-
     root = make_checkpoint(tmp_path / "source", "v4-pro", layers=3, experts=2)
     text, peak = convert(root, tmp_path / "out")
     print(f"peak memory above torch at V4-Pro's size: {peak >> 20} MiB")

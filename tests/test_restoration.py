@@ -13,6 +13,7 @@ import pytest
 from fse_convert import restoration as restoring
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.sidecar.claims import read_claims
+from fse_convert.testing.patch import edit_index, edit_manifest, flip, read_shard, write_shard
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -59,10 +60,8 @@ def test_round_trip_however_converted(
 
 
 def rewrite_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], spaces: int = 0, **style: Any) -> None:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    text = json.dumps(change(json.loads(raw[8 : 8 + length])), **style).encode() + b" " * spaces
-    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    header, payload = read_shard(path)
+    write_shard(path, change(header), payload, spaces=spaces, **style)
 
 
 def odd_config(root: Path) -> None:
@@ -123,15 +122,8 @@ def test_usual_files_need_no_text_in_the_manifest(made: Make, tmp_path: Path, ru
 
 
 @pytest.fixture
-def out(made: Make, tmp_path: Path, run: Run) -> Path:
-    assert run(made("v4.1-flash", layers=1, experts=1), tmp_path / "out", "--verify", "storage")[0] == 0
-    return tmp_path / "out"
-
-
-def change_byte(path: Path, offset: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 1
-    path.write_bytes(raw)
+def out(output: Make) -> Path:
+    return output("megamoe-512", "v4.1-flash", "--verify", "storage", layers=1, experts=1)
 
 
 def damage_manifest(out: Path) -> None:
@@ -140,9 +132,7 @@ def damage_manifest(out: Path) -> None:
 
 
 def damage_index(out: Path) -> None:
-    path = out / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    path.write_text(json.dumps({**index, "metadata": {**index["metadata"], "x": 1}}))
+    edit_index(out, lambda index: index["metadata"].update(x=1))
 
 
 def damage_config(out: Path) -> None:
@@ -153,9 +143,9 @@ def damage_config(out: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "code"),
     [
-        (lambda out: change_byte(next(out.glob("model-00003*")), -1), "tensor-damaged"),
-        (lambda out: change_byte(next(out.glob("model-00001*")), -1), "tensor-damaged"),
-        (lambda out: change_byte(out / "README.md", 3), "file-damaged"),
+        (lambda out: flip(next(out.glob("model-00003*")), -1), "tensor-damaged"),
+        (lambda out: flip(next(out.glob("model-00001*")), -1), "tensor-damaged"),
+        (lambda out: flip(out / "README.md", 3), "file-damaged"),
         (damage_manifest, "manifest-damaged"),
         (damage_index, "original-unknown"),
         (damage_config, "original-unknown"),
@@ -185,12 +175,7 @@ def test_refuses_what_it_did_not_write(made: Make, out: Path, tmp_path: Path, ru
 
 
 def test_a_newer_format_is_told(out: Path, tmp_path: Path, run: Run) -> None:
-    from fse_convert.checkpoint.encoding import encode_json
-    from fse_convert.sidecar.manifest import DIGEST, own_digest
-
-    path = out / "fse/manifest.json"
-    newer = {**json.loads(path.read_text()), "format_version": 2}
-    path.write_bytes(encode_json({**newer, DIGEST: own_digest(newer)}))
+    edit_manifest(out, lambda manifest: manifest.update(format_version=2))
     status, _, err = run("restore", out, tmp_path / "original")
     assert (status, "error[format-newer]" in err) == (3, True)
     assert run("verify", out)[0] == 3

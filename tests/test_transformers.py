@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from fse_convert.testing.patch import poke
+
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", minversion="5", reason="pip install 'fse-convert[dev]'")
 
@@ -67,14 +69,9 @@ def test_the_comparison_sees_one_wrong_byte(tmp_path: Path, run: Run) -> None:
     root, out = tmp_path / "source", tmp_path / "out"
     save("glm-4-moe", root)
     assert run(root, out, "--allow-unfused")[0] == 0
-    index = json.loads((out / INDEX).read_text())["weight_map"]
     name = "model.layers.1.mlp.shared_experts.down_proj.weight"
-    path = out / index[name]
-    raw = bytearray(path.read_bytes())
-    length = int.from_bytes(raw[:8], "little")
-    start = json.loads(raw[8 : 8 + length])[name]["data_offsets"][0] + 8 + length
-    raw[start + 1] ^= 0x80  # the sign of the first weight
-    path.write_bytes(raw)
+    (sign,) = poke(out, name, 1, b"\0")
+    poke(out, name, 1, bytes([sign ^ 0x80]))  # the sign of the first weight
     assert not torch.equal(logits(root, torch.bfloat16), logits(out, torch.bfloat16))
 
 

@@ -22,9 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-from make_checkpoint import make_checkpoint
+from fse_convert.testing.checkpoints import make_checkpoint
 
 SIZES = {
     "v4.1-flash": {"kind": "v4.1-flash"},  # 96,085 tensors

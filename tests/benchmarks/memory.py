@@ -15,10 +15,7 @@ from pathlib import Path
 
 import click
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "examples"))
-
-from make_checkpoint import make_checkpoint  # noqa: E402
+from fse_convert.testing.checkpoints import make_checkpoint
 
 CHILD = """
 import resource, sys, torch

@@ -1,6 +1,6 @@
 """Count the bytes of tensors in vLLM at V4.1's real layer shape, held after loading and at the peak: the table in README "Serving".
 
-    python tests/benchmarks/serving_bytes.py [RELEASE ...]      default: 0.30 0.31 0.33
+    python -m tests.benchmarks.serving_bytes [RELEASE ...]      default: 0.30 0.31 0.33
 
 vLLM's own loader and model class run on a CPU, as in tests/peers/test_vllm_serving.py: three layers of hidden size 5120, width 2304
 and 8 routed experts, V4.1 as text. Counted, not measured: every storage that a torch operation makes until it is freed
@@ -13,11 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "peers"), str(REPOSITORY / "examples")]
-
-import vllm_cases  # noqa: E402
-from vllm_cases import V4_1  # noqa: E402
+from tests.peers import vllm_cases
+from tests.peers.vllm_cases import V4_1
 
 SHAPE = {"hidden": 5120, "width": 2304, "experts": 8}
 ROWS = {  # checkpoint of a row of the table: its name there, releases, and whether the plugin loads it too

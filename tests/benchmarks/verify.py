@@ -21,10 +21,7 @@ from pathlib import Path
 
 import click
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "examples"))
-
-from make_checkpoint import make_checkpoint  # noqa: E402
+from fse_convert.testing.checkpoints import make_checkpoint
 
 EXPERT_BYTES = 3 * 2304 * 5120 * 17 // 32  # packed MXFP4 and a scale byte per 32 elements
 

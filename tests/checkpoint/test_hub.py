@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import COMMIT, Hub, serve
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.hub import HubFolder
 from fse_convert.checkpoint.reader import read_checkpoint
 from fse_convert.errors import EnvironmentFailure, ExitCode, InvalidCheckpoint, UsageError
+from tests.hub_server import COMMIT, Hub, serve
 
 pytest.importorskip("huggingface_hub")
 REPO = "deepseek-ai/DeepSeek-V4.1-Flash"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import INDEX, natural_key
 from fse_convert.checkpoint.reader import Checkpoint, open_checkpoint
 from fse_convert.errors import InvalidCheckpoint, some
+from fse_convert.testing.patch import edit_index
 
 Make = Callable[..., Path]
 
@@ -24,12 +26,6 @@ def codes(root: Path) -> dict[str, str]:
     with pytest.raises(InvalidCheckpoint) as e:
         opened(root)
     return {p.code: p.where for p in e.value.problems}
-
-
-def edit_index(root: Path, change: Callable[[dict[str, str]], None]) -> None:
-    index = json.loads((root / INDEX).read_text())
-    change(index["weight_map"])
-    (root / INDEX).write_text(json.dumps(index))
 
 
 def shards(root: Path) -> list[Path]:
@@ -90,9 +86,9 @@ def test_index_and_headers_are_compared_in_both_directions(source: Make) -> None
     root = source()
     names = [p.name for p in shards(root)]
 
-    def change(weight_map: dict[str, str]) -> None:
-        del weight_map["layers.0.ffn.gate.weight"]
-        weight_map["layers.9.nowhere"] = names[0]
+    def change(index: dict[str, Any]) -> None:
+        del index["weight_map"]["layers.0.ffn.gate.weight"]
+        index["weight_map"]["layers.9.nowhere"] = names[0]
 
     edit_index(root, change)
     assert codes(root) == {"tensor-missing": names[0], "tensor-unlisted": opened_shard(root, "layers.0.ffn.gate.weight")}
@@ -107,7 +103,7 @@ def test_a_tensor_in_two_shards_is_refused(source: Make) -> None:
     *_, last = shards(root)
     copy = root / "model-00099-of-00099.safetensors"
     copy.write_bytes(last.read_bytes())
-    edit_index(root, lambda m: m.update({"extra": copy.name}))
+    edit_index(root, lambda index: index["weight_map"].update(extra=copy.name))
     found = codes(root)
     assert found["tensor-duplicate"] == copy.name
 
@@ -121,7 +117,7 @@ def test_an_unlisted_shard_is_refused(source: Make) -> None:
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "..\\x.safetensors", ""])
 def test_paths_that_lead_outside_are_refused(name: str, source: Make) -> None:
     root = source()
-    edit_index(root, lambda m: m.update({"x": name}))
+    edit_index(root, lambda index: index["weight_map"].update(x=name))
     assert codes(root)["index-path"] == INDEX
 
 
@@ -147,9 +143,7 @@ def test_folder_without_weights(tmp_path: Path) -> None:
 
 def test_stale_total_size_is_noted(source: Make) -> None:
     root = source()
-    index = json.loads((root / INDEX).read_text())
-    index["metadata"]["total_size"] += 1
-    (root / INDEX).write_text(json.dumps(index))
+    edit_index(root, lambda index: index["metadata"].update(total_size=index["metadata"]["total_size"] + 1))
     assert [n.code for n in opened(root).notes] == ["total-size"]
 
 

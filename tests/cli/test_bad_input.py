@@ -8,186 +8,141 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fse_convert.checkpoint.header import Header, TensorInfo, parse_header
+from fse_convert.testing.patch import drop, edit_config, edit_index, find, poke, rename, retype
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 Digest = Callable[[Path], dict[str, str]]
 
 
-def find(root: Path, tensor: str) -> tuple[Path, Header, TensorInfo]:
-    for path in root.glob("*.safetensors"):
-        raw = path.read_bytes()
-        header = parse_header(raw[8 : 8 + int.from_bytes(raw[:8], "little")], len(raw), path.name)
-        for info in header.tensors:
-            if info.name == tensor:
-                return path, header, info
-    raise KeyError(tensor)
-
-
-def poke(root: Path, tensor: str, at: int, value: bytes) -> None:
-    path, header, info = find(root, tensor)
-    with path.open("r+b") as f:
-        f.seek(header.data_start + info.start + at)
-        f.write(value)
-
-
-def rewrite(root: Path, tensor: str, change: Callable[[dict[str, object]], dict[str, object] | None]) -> None:
-    """Change or drop a tensor's header entry, keeping header and file consistent; dropped bytes go with it."""
-    path, header, _ = find(root, tensor)
-    raw = path.read_bytes()
-    entries: dict[str, object] = {}
-    payload, at = b"", 0
-    for t in header.tensors:
-        data = raw[header.data_start + t.start : header.data_start + t.end]
-        entry: dict[str, object] | None = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [at, at + len(data)]}
-        if t.name == tensor:
-            entry = change(entry or {})
-        if entry is not None:
-            entries[t.name] = entry
-            payload += data
-            at += len(data)
-    text = json.dumps(entries).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + payload)
-    if tensor not in entries:
-        index = root / "model.safetensors.index.json"
-        content = json.loads(index.read_text())
-        del content["weight_map"][tensor]
-        index.write_text(json.dumps(content))
-
-
 SHARED = "layers.1.ffn.shared_experts"
+ROUTED = "layers.0.ffn.experts"
+INDEX = "model.safetensors.index.json"
 
 
-def drop(_: dict[str, object]) -> None:
-    return None
-
-
-def transposed(entry: dict[str, object]) -> dict[str, object]:
-    return {**entry, "shape": list(reversed(entry["shape"]))}  # type: ignore[call-overload]
-
-
-def reshaped(*shape: int) -> Callable[[dict[str, object]], dict[str, object]]:
-    return lambda entry: {**entry, "shape": list(shape)}
-
-
-def edit_config(root: Path, change: Callable[[dict[str, object]], None]) -> None:
-    config = json.loads((root / "config.json").read_text())
-    change(config)
-    (root / "config.json").write_text(json.dumps(config))
-
-
-def edit_index(root: Path, change: Callable[[dict[str, object]], None]) -> None:
-    path = root / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index)
-    path.write_text(json.dumps(index))
-
-
-def width(config: dict[str, object]) -> None:
-    config["text_config"]["moe_intermediate_size"] = 400  # type: ignore[index]
-
-
-def rewrite_both(root: Path) -> None:
-    rewrite(root, f"{SHARED}.w2.weight", transposed)
-    rewrite(root, f"{SHARED}.w2.scale", transposed)
-
-
-CASES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "shard-truncated": (lambda r: os.truncate(next(r.glob("*3-of*.safetensors")), 5_000_00), "model-00003"),
-    "shard-missing": (lambda r: next(r.glob("*3-of*.safetensors")).unlink(), "model-00003"),
-    "scale-missing": (lambda r: rewrite(r, f"{SHARED}.w1.scale", drop), f"{SHARED}.w1"),
-    "projection-missing": (lambda r: [rewrite(r, f"{SHARED}.w1.{s}", drop) for s in ("weight", "scale")], SHARED),
-    "expert-missing": (
-        lambda r: [rewrite(r, f"layers.1.ffn.experts.1.w{p}.{s}", drop) for p in (1, 2, 3) for s in ("weight", "scale")],
-        "layers.1.ffn",
-    ),
-    "scale-geometry": (lambda r: rewrite(r, f"{SHARED}.w1.scale", transposed), f"{SHARED}.w1.scale"),
-    "scale-geometry wrong but dividing": (lambda r: rewrite(r, f"{SHARED}.w1.scale", reshaped(6, 32)), f"{SHARED}.w1.scale"),
-    "scale-geometry routed": (
-        lambda r: rewrite(r, "layers.0.ffn.experts.1.w2.scale", transposed),
-        "layers.0.ffn.experts.1.w2.scale",
-    ),
-    "expert-shape": (rewrite_both, "layers.1.ffn.shared_experts"),
-    "dtype-unsupported": (lambda r: rewrite(r, f"{SHARED}.w2.weight", lambda e: {**e, "dtype": "F8_E5M2"}), f"{SHARED}.w2.weight"),
-    "part-ambiguous": (lambda r: rename(r, f"{SHARED}.w1.scale", f"{SHARED}.w1.weight_scale", keep=True), f"{SHARED}.w1"),
-    "part-unknown": (
-        lambda r: rename(r, "layers.0.ffn.experts.0.w1.scale", "layers.0.ffn.experts.0.w1.qzeros", keep=True),
-        "qzeros",
-    ),
-    "expert-unknown": (lambda r: rename(r, "layers.0.attn_norm.weight", "layers.0.ffn.experts.0.w4.weight"), "layers.0.ffn"),
-    "nan": (lambda r: poke(r, f"{SHARED}.w3.weight", 512 * 7 + 5, b"\x7f"), "row 7, column 5"),
-    "nan scale": (lambda r: poke(r, f"{SHARED}.w3.scale", 17, b"\xff"), "row 1, column 1"),
-    "nan routed scale": (lambda r: poke(r, "layers.0.ffn.experts.1.w2.scale", 12, b"\xff"), "row 1, column 0"),
-    "already-converted": (lambda r: ((r / "fse").mkdir(), (r / "fse" / "manifest.json").write_text("{}")), "fse/manifest.json"),
-    "already-converted names": (lambda r: rename(r, "norm.weight", "layers.0.ffn.experts.shared_l1_weight"), "shared_l1_weight"),
-    "config-width": (lambda r: edit_config(r, width), "config.json"),
-    "family-unknown": (lambda r: edit_config(r, lambda c: c.update(model_type="x", text_config={})), "config.json"),
-    "layers-mixed": (lambda r: [unquantise(r, f"{SHARED}.w{p}") for p in (1, 2, 3)], "layers.1.ffn"),
-    "index-invalid": (lambda r: edit_index(r, lambda i: i.update(metadata=["x"])), "model.safetensors.index.json"),
-    "family-unknown list": (lambda r: edit_config(r, lambda c: c.update(model_type=["x"], text_config={})), "config.json"),
-    "json-invalid": (lambda r: (r / "config.json").write_text("[]"), "config.json"),
-}
-
-
-def rename(root: Path, old: str, new: str, *, keep: bool = False) -> None:
-    """Rename a tensor in header and index; or add a copy of it under the new name."""
-    path, header, info = find(root, old)
-    raw = path.read_bytes()
-    entries = {t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start, t.end]} for t in header.tensors}
-    payload = raw[header.data_start :]
-    if keep:
-        entries[new] = {**entries[old], "data_offsets": [len(payload), len(payload) + info.nbytes]}
-        payload += raw[header.data_start + info.start : header.data_start + info.end]
-    else:
-        entries[new] = entries.pop(old)
-    text = json.dumps(entries).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + payload)
-    index = root / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"][new] = content["weight_map"][old]
-    if not keep:
-        del content["weight_map"][old]
-    index.write_text(json.dumps(content))
+def transpose(root: Path, *names: str) -> None:
+    for name in names:
+        retype(root, name, shape=find(root, name).entry["shape"][::-1])
 
 
 def unquantise(root: Path, projection: str) -> None:
     """Turn an FP8 projection into BF16 of half the hidden size in place: same bytes, no scale; gate, up and down stay one MLP."""
-    rewrite(root, f"{projection}.scale", drop)
-    _, _, info = find(root, f"{projection}.weight")
-    n, k = info.shape
-    shape = [n // 2, k] if projection.endswith("w2") else [n, k // 2]
-    rewrite(root, f"{projection}.weight", lambda e: {**e, "dtype": "BF16", "shape": shape})
+    drop(root, f"{projection}.scale")
+    n, k = find(root, f"{projection}.weight").entry["shape"]
+    retype(root, f"{projection}.weight", dtype="BF16", shape=[n // 2, k] if projection.endswith("w2") else [n, k // 2])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bad_input(name: str, source: Make, tmp_path: Path, run: Run, digest: Digest) -> None:
+def parts(expert: str, *projections: str) -> list[str]:
+    return [f"{expert}.{p}.{s}" for p in projections for s in ("weight", "scale")]
+
+
+def set_width(config: dict[str, Any]) -> None:
+    config["text_config"]["moe_intermediate_size"] = 400
+
+
+def add_a_manifest(root: Path) -> None:
+    (root / "fse").mkdir()
+    (root / "fse" / "manifest.json").write_text("{}")
+
+
+Damage = Callable[[Path], object]
+
+
+def case(what: str, code: str, place: str, damage: Damage) -> Any:
+    return pytest.param(damage, code, place, id=what)
+
+
+CASES = [
+    case("shard cut", "shard-truncated", "model-00003", lambda r: os.truncate(next(r.glob("*3-of*.safetensors")), 500_000)),
+    case("shard removed", "shard-missing", "model-00003", lambda r: next(r.glob("*3-of*.safetensors")).unlink()),
+    case("dropped scale", "scale-missing", f"{SHARED}.w1", lambda r: drop(r, f"{SHARED}.w1.scale")),
+    case("dropped projection", "projection-missing", SHARED, lambda r: drop(r, *parts(SHARED, "w1"))),
+    case(
+        "dropped expert",
+        "expert-missing",
+        "layers.1.ffn",
+        lambda r: drop(r, *parts("layers.1.ffn.experts.1", "w1", "w2", "w3")),
+    ),
+    case("transposed scale", "scale-geometry", f"{SHARED}.w1.scale", lambda r: transpose(r, f"{SHARED}.w1.scale")),
+    case(
+        "scale of another shape that divides",
+        "scale-geometry",
+        f"{SHARED}.w1.scale",
+        lambda r: retype(r, f"{SHARED}.w1.scale", shape=[6, 32]),
+    ),
+    case("transposed routed scale", "scale-geometry", f"{ROUTED}.1.w2.scale", lambda r: transpose(r, f"{ROUTED}.1.w2.scale")),
+    case("transposed down projection", "expert-shape", SHARED, lambda r: transpose(r, *parts(SHARED, "w2"))),
+    case("E5M2 weight", "dtype-unsupported", f"{SHARED}.w2.weight", lambda r: retype(r, f"{SHARED}.w2.weight", dtype="F8_E5M2")),
+    case(
+        "two scales",
+        "part-ambiguous",
+        f"{SHARED}.w1",
+        lambda r: rename(r, f"{SHARED}.w1.scale", f"{SHARED}.w1.weight_scale", keep=True),
+    ),
+    case("zero points", "part-unknown", "qzeros", lambda r: rename(r, f"{ROUTED}.0.w1.scale", f"{ROUTED}.0.w1.qzeros", keep=True)),
+    case(
+        "fourth projection",
+        "expert-unknown",
+        "layers.0.ffn",
+        lambda r: rename(r, "layers.0.attn_norm.weight", f"{ROUTED}.0.w4.weight"),
+    ),
+    case("NaN weight", "nan", "row 7, column 5", lambda r: poke(r, f"{SHARED}.w3.weight", 512 * 7 + 5, b"\x7f")),
+    case("NaN scale", "nan", "row 1, column 1", lambda r: poke(r, f"{SHARED}.w3.scale", 17, b"\xff")),
+    case("NaN routed scale", "nan", "row 1, column 0", lambda r: poke(r, f"{ROUTED}.1.w2.scale", 12, b"\xff")),
+    case("a manifest", "already-converted", "fse/manifest.json", add_a_manifest),
+    case(
+        "a name of the kernel layout",
+        "already-converted",
+        "shared_l1_weight",
+        lambda r: rename(r, "norm.weight", "layers.0.ffn.experts.shared_l1_weight"),
+    ),
+    case("another width in the config", "config-width", "config.json", lambda r: edit_config(r, set_width)),
+    case(
+        "unknown model type",
+        "family-unknown",
+        "config.json",
+        lambda r: edit_config(r, lambda c: c.update(model_type="x", text_config={})),
+    ),
+    case("BF16 in one layer", "layers-mixed", "layers.1.ffn", lambda r: [unquantise(r, f"{SHARED}.w{p}") for p in (1, 2, 3)]),
+    case("index metadata a list", "index-invalid", INDEX, lambda r: edit_index(r, lambda i: i.update(metadata=["x"]))),
+    case(
+        "model type a list",
+        "family-unknown",
+        "config.json",
+        lambda r: edit_config(r, lambda c: c.update(model_type=["x"], text_config={})),
+    ),
+    case("config a list", "json-invalid", "config.json", lambda r: (r / "config.json").write_text("[]")),
+]
+
+
+@pytest.mark.parametrize(("damage", "expected", "place"), CASES)
+def test_bad_input(damage: Damage, expected: str, place: str, source: Make, tmp_path: Path, run: Run, digest: Digest) -> None:
     root, out = source(), tmp_path / "out"
-    damage, place = CASES[name]
     damage(root)
     before = digest(root)
     code, text, err = run(root, out)
     assert code == 3
     assert text == ""
-    assert f"error[{name.split(maxsplit=1)[0]}]" in err
+    assert f"error[{expected}]" in err
     assert place in err
     assert digest(root) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
     code, text, _ = run(root, out, "--json")
     report = json.loads(text)
     assert (report["ok"], report["exit_code"], code) == (False, 3, 3)
-    assert name.split(maxsplit=1)[0] in {p["code"] for p in report["problems"]}
+    assert expected in {p["code"] for p in report["problems"]}
 
 
 @pytest.mark.parametrize(
     ("tensor", "at", "code", "place"),
     [
-        ("layers.0.ffn.experts.1.w2.scale", 12, b"\xff", "row 1, column 0"),
-        ("layers.1.ffn.shared_experts.w1.weight", 512 * 3 + 9, b"\x7f", "row 3, column 9"),
-        ("mtp.0.ffn.experts.0.w3.scale", 17, b"\xff", "row 1, column 1"),
+        pytest.param("layers.0.ffn.experts.1.w2.scale", 12, b"\xff", "row 1, column 0", id="routed scale"),
+        pytest.param("layers.1.ffn.shared_experts.w1.weight", 512 * 3 + 9, b"\x7f", "row 3, column 9", id="shared weight"),
+        pytest.param("mtp.0.ffn.experts.0.w3.scale", 17, b"\xff", "row 1, column 1", id="MTP scale"),
     ],
 )
 def test_nan_codes_are_found_where_nothing_is_padded_too(
@@ -225,6 +180,7 @@ def test_f32_scales_that_are_no_powers_of_two(source: Make, tmp_path: Path, run:
 @pytest.mark.parametrize(
     ("place", "expected"),
     [("source", "output-overlaps"), ("source/inside", "output-overlaps"), ("link", "output-overlaps"), (".", "output-overlaps")],
+    ids=["the source", "inside the source", "a link to the source", "a folder above the source"],
 )
 def test_output_that_touches_the_source(place: str, expected: str, source: Make, tmp_path: Path, run: Run, digest: Digest) -> None:
     root = source()
@@ -313,6 +269,7 @@ def test_no_room_on_the_disk_is_seen_before_writing(made: Make, tmp_path: Path, 
         (("convrt", "a", "b"), "Did you mean 'convert'"),
         (("--nonsense", "a", "b"), "No such option"),
     ],
+    ids=["misspelt target", "unknown target", "no ranks", "no OUT", "misspelt command", "unknown option"],
 )
 def test_usage_errors(args: tuple[str, ...], message: str, run: Run) -> None:
     code, out, err = run(*args)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from releases import FROM_031
 
 from fse_convert.errors import ExitCode
+from fse_convert.testing.patch import edit_config, edit_index, read_shard, write_shard
+from tests.releases import FROM_031
 
 Run = Callable[..., tuple[int, str, str]]
 Made = Callable[..., Path]
@@ -253,12 +254,8 @@ def test_all_problems_of_a_broken_checkpoint_in_one_run(run: Run, source: Made) 
     names = sorted(p.name for p in root.glob("*.safetensors"))
     (root / names[0]).write_bytes((root / names[0]).read_bytes()[:-5])
     (root / names[1]).unlink()
-    index = json.loads((root / "model.safetensors.index.json").read_text())
-    index["weight_map"]["ghost.weight"] = names[2]
-    (root / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = json.loads((root / "config.json").read_text())
-    config["text_config"]["n_routed_experts"] = 77
-    (root / "config.json").write_text(json.dumps(config))
+    edit_index(root, lambda index: index["weight_map"].update({"ghost.weight": names[2]}))
+    edit_config(root, lambda config: config["text_config"].update(n_routed_experts=77))
     code, out, err = run("inspect", root)
     assert code == ExitCode.INVALID
     for problem in ("shard-truncated", "shard-missing", "tensor-missing"):
@@ -267,22 +264,17 @@ def test_all_problems_of_a_broken_checkpoint_in_one_run(run: Run, source: Made) 
     assert "projection-missing" not in err
 
 
-def _rename(root: Path, change: Callable[[str], str]) -> None:
+def rename_all(root: Path, change: Callable[[str], str]) -> None:
     """Rename tensors in every header and in the index."""
     for shard in root.glob("*.safetensors"):
-        raw = shard.read_bytes()
-        length = int.from_bytes(raw[:8], "little")
-        header = {change(name): entry for name, entry in json.loads(raw[8 : 8 + length]).items()}
-        encoded = json.dumps(header).encode()
-        shard.write_bytes(len(encoded).to_bytes(8, "little") + encoded + raw[8 + length :])
-    index = json.loads((root / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {change(name): shard for name, shard in index["weight_map"].items()}
-    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+        header, payload = read_shard(shard)
+        write_shard(shard, {change(name): entry for name, entry in header.items()}, payload)
+    edit_index(root, lambda i: i.update(weight_map={change(name): shard for name, shard in i["weight_map"].items()}))
 
 
 def test_problems_of_files_and_of_layers_are_shown_together(run: Run, source: Made) -> None:
     root = source(layers=4)
-    _rename(root, lambda name: name.replace("shared_experts.w3.scale", "shared_experts.w9.scale"))
+    rename_all(root, lambda name: name.replace("shared_experts.w3.scale", "shared_experts.w9.scale"))
     lost = json.loads((root / "model.safetensors.index.json").read_text())["weight_map"]["layers.2.ffn.shared_experts.w1.scale"]
     (root / lost).unlink()
     (root / "stray.safetensors").write_bytes(b"\0" * 3)

@@ -16,6 +16,7 @@ import xxhash
 from safetensors import safe_open
 
 from fse_convert.layout import megamoe
+from fse_convert.testing.patch import flip
 from fse_convert.verification import layers, passes
 from fse_convert.verification.findings import BOUND
 from fse_convert.verification.kernel import KernelProbe, KernelResult
@@ -31,20 +32,13 @@ def root(made: Make) -> Path:
 
 
 @pytest.fixture
-def out(root: Path, tmp_path: Path, run: Run) -> Path:
-    assert run(root, tmp_path / "out")[0] == 0
-    return tmp_path / "out"
+def out(output: Make) -> Path:
+    return output(layers=1, experts=1)
 
 
 def manifest(out: Path) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((out / "fse/manifest.json").read_text())
     return value
-
-
-def change_byte(path: Path, offset: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 1
-    path.write_bytes(raw)
 
 
 def test_passes_and_says_what_was_covered(root: Path, out: Path, run: Run) -> None:
@@ -72,7 +66,7 @@ def test_json_is_one_object(root: Path, out: Path, run: Run) -> None:
 
 
 def test_a_mismatch_exits_1_and_names_it(root: Path, out: Path, run: Run) -> None:
-    change_byte(out / "fse/shared-00001-of-00001.safetensors", -1)
+    flip(out / "fse/shared-00001-of-00001.safetensors", -1)
     code, text, _ = run("verify", out, "--source", root)
     assert code == 1
     assert "storage: FAILED: 3 mismatches among " in text
@@ -95,7 +89,7 @@ def test_without_a_source_says_that_it_was_not_compared(out: Path, run: Run) -> 
     assert "against the manifest's digests" in text
     assert "the source was not compared" in text
     assert "numerics" not in text
-    change_byte(next(out.glob("model-00001*")), -1)
+    flip(next(out.glob("model-00001*")), -1)
     code, text, _ = run("verify", out)
     assert code == 1
     assert "mismatch[tensor-digest]" in text
@@ -116,7 +110,7 @@ def test_a_device_that_is_not_there_is_told_before_anything_is_read(
     root: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    change_byte(out / "fse/shared-00001-of-00001.safetensors", -1)
+    flip(out / "fse/shared-00001-of-00001.safetensors", -1)
     code, text, err = run("verify", out, "--source", root, "--device", "cuda")
     assert (code, "error[no-cuda]" in err, text) == (4, True, "")
 
@@ -144,9 +138,6 @@ def test_another_source_is_told(out: Path, made: Make, run: Run) -> None:
     code, text, _ = run("verify", out, "--source", made("v4-flash"))
     assert code == 1
     assert "this is not the checkpoint that the output was made from" in text
-
-
-# The kernel level, with a stand-in for the device.
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, status: str, verdict: str) -> None:
@@ -200,9 +191,6 @@ def test_a_kernel_that_ran_is_recorded(root: Path, out: Path, tmp_path: Path, ru
     code, _, err = run(root, tmp_path / "third", "--verify", "kernel")
     assert (code, "error[kernel-mismatch]" in err) == (1, True)
     assert not (tmp_path / "third").exists()
-
-
-# What convert does with it.
 
 
 @pytest.mark.parametrize("wrong", ["interleave", "l1_scale", "l2_scale"])

@@ -14,16 +14,19 @@ from typing import Any
 
 import pytest
 
-INJECTOR = Path(__file__).with_name("injector.py")
+from fse_convert.testing.checkpoints import make_checkpoint
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Server:
-    """Runs the command line in a child with one fault; see `injector.Injector`."""
+    """Runs the command line in a child with one fault; see `fse_convert.testing.faults.Injector`."""
 
     def __init__(self, stderr: Path) -> None:
         self.stderr = stderr
         self.process = subprocess.Popen(
-            [sys.executable, str(INJECTOR)],
+            [sys.executable, "-m", "tests.faults.server"],
+            cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -82,8 +85,6 @@ def ram_path(ram: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def tiny(ram: Path) -> Path:
     """The smallest checkpoint that has everything: two layers, MTP, shards to rewrite and to carry."""
-    from make_checkpoint import make_checkpoint
-
     knobs = {"hidden": 512, "width": 128, "layers": 1, "experts": 1, "vocab": 8, "engram_rows": 8, "mtp_experts": 1}
     return make_checkpoint(ram / "tiny" / "source", "v4.1-flash", **knobs)
 

@@ -7,11 +7,11 @@ import signal
 import sys
 import time
 
+from tests.faults.server import preload
+
 
 def main() -> None:
     """Read source, output and seconds, tab-separated, a line each."""
-    from injector import preload
-
     from fse_convert.cli import main as run
 
     preload()

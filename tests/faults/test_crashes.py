@@ -254,7 +254,11 @@ def test_random_kills_of_a_real_process(made: Callable[..., Path], run: Callable
     out = tmp_path / "out"
     kills = finished = 0
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("forker.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.faults.forker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
     )
     assert server.stdin
     assert server.stdout

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from fse_convert.testing.checkpoints import make_checkpoint
+
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 Digest = Callable[[Path], dict[str, str]]
@@ -57,7 +59,11 @@ def test_a_hard_linked_source_that_is_edited_later_is_seen_by_verify(source: Mak
     assert linked.name in out_text + err
 
 
-@pytest.mark.parametrize("name", ["with space", "line\nbreak", "ünïcode", b"\xff\xfe", "a" * 200])
+@pytest.mark.parametrize(
+    "name",
+    ["with space", "line\nbreak", "ünïcode", b"\xff\xfe", "a" * 200],
+    ids=["a space", "a line break", "umlauts", "no Unicode", "200 characters"],
+)
 def test_odd_names_of_files_and_folders(name: str | bytes, source: Make, run: Run, digest: Digest, tmp_path: Path) -> None:
     root = source()
     text = os.fsdecode(name)
@@ -144,8 +150,6 @@ def test_bytes_do_not_depend_on_workers_or_environment(made: Make, run: Run, dig
 @pytest.mark.slow
 def test_memory_stays_bounded_beside_a_tensor_of_98_gb(made: Make, tmp_path: Path) -> None:
     """A sparse engram table as large as DeepSeek-V4.1's, under a limit of 1 GiB: planning and writing never touch its size."""
-    from make_checkpoint import make_checkpoint
-
     knobs = {"hidden": 512, "width": 384, "layers": 2, "experts": 3, "vocab": 64}
     root = make_checkpoint(tmp_path / "source", "v4.1-flash", engram_rows=384_006_168, sparse=True, **knobs)
     assert sum(p.stat().st_size for p in root.glob("*.safetensors")) > 90e9

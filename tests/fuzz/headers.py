@@ -30,6 +30,7 @@ with atheris.instrument_imports(include=["fse_convert"]):
     from fse_convert.plan.planner import make_plan
     from fse_convert.servers.judge import judge, subject
     from fse_convert.servers.targets import TARGETS
+    from fse_convert.testing.memory import Model, matrix
 
 from safetensors import SafetensorError, deserialize
 
@@ -106,11 +107,8 @@ def with_payload(raw: bytes) -> bytes:
 
 
 def seeds(corpus: Path, kind: str) -> None:
-    """Start from whole checkpoints of every kind that the examples make, and from every dtype."""
+    """Start from whole checkpoints of every kind that the factory makes, and from every dtype."""
     corpus.mkdir(parents=True, exist_ok=True)
-    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "examples"), str(Path(__file__).resolve().parents[1])]
-    from in_memory import Model, matrix
-
     for number, store in enumerate(("mxfp4", "nvfp4", "fp8-128", "bf16", "fp8-128-f32", "mxfp4-packed", "int4-packed", "gptq")):
         model = Model(hidden=64, width=32, layers=1, experts=1, routed=store, shared="fp8-32")
         at, entries = 0, {}

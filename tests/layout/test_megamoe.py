@@ -85,6 +85,7 @@ def test_padding_keeps_the_real_rows_a_prefix() -> None:
         (lambda: megamoe.to_utccp(random_bytes(64, 4)), "no multiple of 128"),
         (lambda: megamoe.pack(random_bytes(128, 6)), "K = 192 is no multiple of 128"),
     ],
+    ids=["9 gate rows", "gate and up of two widths", "64 rows of scales", "6 scales of a row"],
 )
 def test_shapes_that_the_kernel_does_not_take(call: object, match: str) -> None:
     with pytest.raises(ValueError, match=match):

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_memory import PROJ, Model, Tensors, description_of, expert
-from test_bad_input import drop, rewrite
 
 from fse_convert.model.completeness import expected_layers
 from fse_convert.model.families import find_family
 from fse_convert.model.moe import LayerKind, MoELayer
+from fse_convert.testing.memory import PROJ, Model, Tensors, description_of, expert
+from fse_convert.testing.patch import drop
 
 Source = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -111,7 +111,7 @@ def test_convert_and_inspect_refuse_what_is_incomplete(source: Source, tmp_path:
     root = source()
     for p in (1, 2, 3):
         for suffix in ("weight", "scale"):
-            rewrite(root, f"layers.1.ffn.experts.2.w{p}.{suffix}", drop)
+            drop(root, f"layers.1.ffn.experts.2.w{p}.{suffix}")
     code, _, err = run(root, tmp_path / "out", "--allow-unfused")
     assert code == 3
     assert "error[experts-missing]" in err

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from in_memory import Model
 
 from fse_convert.model.consistency import covered, header_conflicts
 from fse_convert.model.quantization import read_quantization
+from fse_convert.testing.memory import Model
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from in_memory import PROJ, Model, Tensors, description_of, expert
 
 from fse_convert.model.describe import KERNEL_TENSOR, LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, block_hint
 from fse_convert.model.moe import LayerKind
+from fse_convert.testing.memory import PROJ, Model, Tensors, description_of, expert
 
 
 def describe(model: Model, *, drop: str = "", add: Tensors | None = None) -> Description:

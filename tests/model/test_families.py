@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from in_memory import PROJ, Tensors, W, description_of, expert
 
 from fse_convert.model.families import FAMILIES, find_family
 from fse_convert.model.moe import LayerKind, Role
+from fse_convert.testing.memory import PROJ, Tensors, W, description_of, expert
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
 

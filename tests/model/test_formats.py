@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from in_memory import matrix
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.model.formats import NVFP4_GROUP, Format, FormatError, Kind, NaN, Tile, read_format
+from fse_convert.testing.memory import matrix
 
 N, K = 256, 512
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from aiter_cases import FAMILIES, FP8, FP8_BLOCK, MODELOPT, MXFP4, MXFP8, QUARK, case, checkpoint_block, shard_names, without
+from tests.peers.aiter_cases import (
+    FAMILIES,
+    FP8,
+    FP8_BLOCK,
+    MODELOPT,
+    MXFP4,
+    MXFP8,
+    QUARK,
+    case,
+    checkpoint_block,
+    shard_names,
+    without,
+)
 
 
 class Patterns:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
-import wheels
+
+from tests.peers import wheels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

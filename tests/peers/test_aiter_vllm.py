@@ -17,16 +17,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import make_env
 import pytest
-import wheels
-from aiter_cases import FAMILIES, grid
-from aiter_random import random_cases
 
 from fse_convert.servers.aiter.online import OnlineQuantization
 from fse_convert.servers.aiter.question import AiterQuestion, ask_aiter, judge, judge_model, judge_mtp_layer, log_line
 from fse_convert.servers.aiter.vllm_config import RELEASES
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
+from tests.peers import make_env, wheels
+from tests.peers.aiter_cases import FAMILIES, grid
+from tests.peers.aiter_random import random_cases
 
 pytestmark = pytest.mark.peers
 

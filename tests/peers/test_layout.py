@@ -9,13 +9,12 @@ import contextlib
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import published
 import pytest
 import torch
-import wheels
-from published import JUDGES, KernelWeights, SharedMlp
 
 from fse_convert.layout import megamoe, padding, ue8m0
+from tests.peers import published, wheels
+from tests.peers.published import JUDGES, KernelWeights, SharedMlp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import published
 import pytest
 import torch
-import wheels
-from in_memory import Model
-from published import SharedMlp
 
 from fse_convert.servers.native import native_verdict
 from fse_convert.servers.targets import find_target
 from fse_convert.servers.verdict import Outcome, Verdict
+from fse_convert.testing.memory import Model
+from tests.peers import published, wheels
+from tests.peers.published import SharedMlp
 
 pytestmark = pytest.mark.peers
 

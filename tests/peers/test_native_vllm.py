@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-import published
 import pytest
 import torch
-import wheels
-from in_memory import Model, matrix
 
 from fse_convert.servers.native import native_verdict
 from fse_convert.servers.targets import VLLM_0_33_CLASS, find_target
 from fse_convert.servers.verdict import Outcome, Verdict
+from fse_convert.testing.memory import Model, matrix
+from tests.peers import published, wheels
 
 pytestmark = pytest.mark.peers
 

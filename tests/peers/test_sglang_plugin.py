@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import make_env
 import pytest
-import vllm_cases
-import wheels
+
+from fse_convert.testing.checkpoints import make_checkpoint
+from tests.peers import make_env, vllm_cases, wheels
 
 pytestmark = pytest.mark.peers
 
@@ -46,9 +46,6 @@ HOOKS = "sglang.srt.layers.moe.mega_moe.build_mega_moe_"
 Answer = dict[str, Any]
 
 
-# Running it ------------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     with path.with_name(f"{path.name}.lock").open("w") as handle:
@@ -70,9 +67,6 @@ def checkpoint(work: Path) -> Callable[..., Path]:
     """Make a checkpoint, or its conversion for a target; both once."""
 
     def make(name: str, target: str = "") -> Path:
-        sys.path.insert(0, str(REPOSITORY / "examples"))
-        from make_checkpoint import make_checkpoint
-
         folder = work / (f"{name}-{target}" if target else name)
         with locked(folder):
             if not folder.exists() and not target:
@@ -158,9 +152,6 @@ def answer(case: str, checkpoint: Callable[..., Path], ask: Callable[..., Answer
     return ask("sglang_driver", checkpoint(name, target), "--draft", draft, *source, release=release)
 
 
-# What it does ----------------------------------------------------------------------------------------------------------------
-
-
 def test_sglang_finds_the_plugin_and_patches_every_target(answer: Answer) -> None:
     assert answer["not_patched"] == [], "SGLang only logs it when a plugin fails"
 
@@ -235,9 +226,6 @@ def test_no_converted_checkpoint_is_needed_to_free_the_copies(checkpoint: Callab
     assert "2 of 2 MoE layers, 0 of them from fse/" in plain["log"]
 
 
-# What it refuses -------------------------------------------------------------------------------------------------------------
-
-
 def test_modes_that_read_the_originals_are_refused_one_by_one(answer: Answer) -> None:
     assert len(answer["refusals"]) == 21
     for mode, (kind, text) in answer["refusals"].items():
@@ -261,9 +249,6 @@ def test_requests_that_read_the_originals_are_answered_with_a_refusal(answer: An
         assert "FSE_CONVERT_SGLANG=off" in text, name
 
 
-# What SGLang makes of the files ----------------------------------------------------------------------------------------------
-
-
 def test_sglang_reads_the_standard_shards_alone(answer: Answer, checkpoint: Callable[..., Path], case: str) -> None:
     out = checkpoint(*CASES[case][:2])
     files = answer["files"]
@@ -279,9 +264,6 @@ def test_pointed_at_the_kernel_layout_sglang_refuses(answer: Answer) -> None:
     assert kind in {"ValueError", "OSError"}
     assert "/fse" in text
     assert "config.json" in text
-
-
-# Loading it ------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_plugin_loads_in_a_bare_process_without_cuda(ask: Callable[..., Answer]) -> None:
@@ -320,9 +302,6 @@ def test_a_plugin_that_fails_is_seen(ask: Callable[..., Answer], tmp_path: Path)
         "[sglang.srt.plugins]\nfse-convert = fse_convert.serving.sglang:nothing\n", encoding="utf-8"
     )
     assert ask("sglang_plugins", site=str(tmp_path))["patched"] == [], "SGLang logs the failure and starts without it"
-
-
-# Other releases --------------------------------------------------------------------------------------------------------------
 
 
 def test_0_5_22_does_not_fuse_32x32_blocks_and_the_log_says_so(checkpoint: Callable[..., Path], ask: Callable[..., Answer]) -> None:

@@ -6,14 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import published
 import pytest
 import torch
-import wheels
 from safetensors import safe_open
 from torch import Tensor
 
 from fse_convert.serving.sidecar import open_sidecar
+from tests.peers import published, wheels
 
 pytestmark = pytest.mark.peers
 
@@ -35,7 +34,7 @@ def shared_mlp(folder: Path, block: tuple[int, int]) -> published.SharedMlp:
 
 
 @pytest.fixture(params=BLOCKS)
-def converted(
+def before_and_after(
     request: pytest.FixtureRequest, made: Callable[..., Path], tmp_path: Path, run: Callable[..., tuple[int, str, str]]
 ) -> tuple[published.SharedMlp, published.SharedMlp, Path]:
     """The shared expert before and after the conversion, and the output."""
@@ -55,8 +54,8 @@ def assert_is_the_sidecar(theirs: published.KernelWeights, out: Path) -> None:
         assert torch.equal(his.contiguous().view(torch.uint8), mine.contiguous().view(torch.uint8)), name
 
 
-def test_0_30_fuses_after_the_conversion_and_not_before(converted: Converted) -> None:
-    before, after, out = converted
+def test_0_30_fuses_after_the_conversion_and_not_before(before_and_after: Converted) -> None:
+    before, after, out = before_and_after
     log = published.vllm(wheels.VLLM_0_30).log
     log.warnings.clear()
     experts = published.vllm_0_30_experts(before, WIDTH)
@@ -72,6 +71,6 @@ def test_0_30_fuses_after_the_conversion_and_not_before(converted: Converted) ->
     assert_is_the_sidecar(published.KernelWeights(*l1, *l2), out)
 
 
-def test_0_33_loads_the_kernel_layout_of_the_sidecar(converted: Converted) -> None:
-    _, after, out = converted
+def test_0_33_loads_the_kernel_layout_of_the_sidecar(before_and_after: Converted) -> None:
+    _, after, out = before_and_after
     assert_is_the_sidecar(published.JUDGES["vLLM 0.33"](after), out)

@@ -12,8 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_cases
-from vllm_cases import CASES, EXPERTS, HIDDEN, LAYERS, PADDED, PARTS, V4, V4_1, WIDTH, WRAPPER, Answer, Case, Workshop, case
+
+from tests.peers import vllm_cases
+from tests.peers.vllm_cases import (
+    CASES,
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    PADDED,
+    PARTS,
+    V4,
+    V4_1,
+    WIDTH,
+    WRAPPER,
+    Answer,
+    Case,
+    Workshop,
+    case,
+)
 
 pytestmark = pytest.mark.peers
 
@@ -104,9 +120,6 @@ def kernel_bytes(width: int) -> int:
     return 3 * width * HIDDEN * 33 // 32
 
 
-# Unmodified -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("release", EVERY_RELEASE)
 def test_it_is_the_release_that_it_should_be(served: Served) -> None:
     assert served.result["version"] == f"{served.release}.0"
@@ -177,9 +190,6 @@ def test_from_0_31_on_the_source_fuses_as_it_is_and_so_does_an_output_that_is_no
         assert not any("Disabling" in line for line in answer["log"])
 
 
-# With the plugin ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("release", "of"), TAKEN)
 def test_the_sidecar_is_taken_and_nothing_is_held_twice(served: Served, of: Case) -> None:
     answer, stock = served.loaded(of), served.loaded(of.stock())
@@ -248,9 +258,6 @@ def test_a_reload_takes_the_standard_layout_or_is_refused(served: Served) -> Non
     else:
         stock = served.loaded(V4("all-512", "auto"))
         assert answer["reload"] == f"{sum(stock['reads'].values())} tensors: rest shared"
-
-
-# Refused --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("release", ["0.33", *(pytest.param(r, marks=SLOW) for r in ("0.31", "0.32"))])

@@ -21,14 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import make_env
 import torch
-import wheels
 import xxhash
-from make_checkpoint import make_checkpoint
 from safetensors import safe_open
 
-from fse_convert.sidecar.manifest import DIGEST, own_digest
+from fse_convert.testing.checkpoints import make_checkpoint
+from fse_convert.testing.patch import edit_config, edit_manifest, find, flip
+from tests.peers import make_env, wheels
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -183,30 +182,20 @@ class Workshop:
         return self.once(f"{whole.name}-{of.damage}", lambda new: DAMAGE[of.damage](whole, new))
 
 
-def _flip(shard: Path, name: str) -> str:
-    """Make the first byte of a tensor another one; every size stays. Returns the XXH3-128 of what it then holds."""
-    raw = bytearray(shard.read_bytes())
-    length = int.from_bytes(raw[:8], "little")
-    start, end = (8 + length + offset for offset in json.loads(raw[8 : 8 + length])[name]["data_offsets"])
-    raw[start] ^= 0x01
-    shard.write_bytes(raw)
-    return xxhash.xxh3_128(raw[start:end]).hexdigest()
-
-
 def _one_byte(whole: Path, new: Path, *, stated: bool = True) -> None:
     """The first byte of a layer's L1 weight is another one, in the manifest's digest too, if it is to be ``stated``."""
     shutil.copytree(whole, new)
     name = f"layers.1.ffn.experts.{PARTS[0]}"
-    digest = _flip(next((new / "fse").glob("*.safetensors")), name)
+    flip(new, 0, name)
     if stated:
-        _edit(new, ("tensors", name), digest)
+        path, offset, _ = place = find(new, name)
+        _edit(new, ("tensors", name), xxhash.xxh3_128_hexdigest(path.read_bytes()[offset : offset + place.nbytes]))
 
 
 def _one_byte_of_a_shard(whole: Path, new: Path) -> None:
     """A shared expert in the standard layout is another one, as in another checkpoint of the same shapes."""
     shutil.copytree(whole, new)
-    name = "layers.1.ffn.shared_experts.w2.weight"
-    _flip(new / json.loads((new / "model.safetensors.index.json").read_text())["weight_map"][name], name)
+    flip(new, 0, "layers.1.ffn.shared_experts.w2.weight")
 
 
 def _unproved(whole: Path, new: Path) -> None:
@@ -219,8 +208,7 @@ def _unproved(whole: Path, new: Path) -> None:
 def _another_config(whole: Path, new: Path) -> None:
     """Somebody has edited config.json, in a value that no shape depends on."""
     shutil.copytree(whole, new)
-    config = json.loads((new / "config.json").read_text())
-    (new / "config.json").write_text(json.dumps({**config, "bos_token_id": 1}))
+    edit_config(new, lambda config: config.update(bos_token_id=1))
 
 
 def _no_layer(whole: Path, new: Path) -> None:
@@ -246,14 +234,14 @@ def _alone(whole: Path, new: Path) -> None:
 
 def _edit(folder: Path, path: tuple[str, ...], value: Any, *, signed: bool = True) -> None:
     """Change one value of the manifest, and its own digest with it unless it is to be found out."""
-    manifest = json.loads((folder / "fse" / "manifest.json").read_text())
-    place = manifest
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    if signed:
-        manifest[DIGEST] = own_digest(manifest)
-    (folder / "fse" / "manifest.json").write_text(json.dumps(manifest))
+
+    def change(manifest: dict[str, Any]) -> None:
+        place = manifest
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+    edit_manifest(folder, change, signed=signed)
 
 
 def _edited(path: tuple[str, ...], value: Any, whole: Path, new: Path, *, signed: bool = True) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from in_memory import Model
-from make_checkpoint import make_checkpoint
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.reader import open_checkpoint
@@ -15,6 +13,8 @@ from fse_convert.model.describe import Description, describe
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.costs import Serving, costs, padding, stored
 from fse_convert.report.common import size
+from fse_convert.testing.checkpoints import make_checkpoint
+from fse_convert.testing.memory import Model
 
 GIB = 2**30
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -110,6 +110,6 @@ def test_formats_without_kernel_scales_have_no_such_duplicates() -> None:
 def test_stacked_experts_count_as_stored() -> None:
     tensors = {n: i for n, i in Model(layers=1, mtp=0).tensors().items() if ".experts." not in n}
     tensors["layers.0.ffn.experts.gate_up_proj"] = ("BF16", (2, 512, 512))
-    from in_memory import description_of
+    from fse_convert.testing.memory import description_of
 
     assert stored(description_of(Model().full_config(), tensors).layers).routed == 2 * 512 * 512 * 2

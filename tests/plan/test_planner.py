@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from in_memory import PROJ, Tensors, W, checkpoint, expert
 
 from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertible
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import describe_source
 from fse_convert.servers.targets import find_target
+from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, expert
 
 HIDDEN, WIDTH = 512, 384
 MLP = "model.layers.{}.mlp"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_memory import NoFolder
-from test_bad_input import poke
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.layout import ue8m0
 from fse_convert.plan.source import CHUNK, inexact_value, read_stated_widths
+from fse_convert.testing.memory import NoFolder
+from fse_convert.testing.patch import poke
 
 Made = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 import pytest
-from in_memory import Model, checkpoint, plans_of
-from releases import FROM_031, NEWEST
 
 from fse_convert.errors import Problem
 from fse_convert.inspection import Inspection, contract_widths, folded
@@ -16,6 +14,8 @@ from fse_convert.report.inspection.text import text
 from fse_convert.report.inspection.view import Footnotes, cost_rows, gib, layer_rows, sections, span
 from fse_convert.servers.judge import Subject, judge
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.testing.memory import Model, checkpoint, plans_of
+from tests.releases import FROM_031, NEWEST
 
 
 def inspection(model: Model, serving: Serving | None = None, problems: tuple[Problem, ...] = ()) -> Inspection:

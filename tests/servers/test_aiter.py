@@ -74,6 +74,18 @@ def verdict(scheme: Any, model_type: str = V3, release: str = "0.33", **more: An
         (MXFP8, "minimax_m3", {}),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}, "glm4_moe", {}),
     ],
+    ids=[
+        "no quantization",
+        "block FP8",
+        "V4 with FP8 experts",
+        "V4.1 with FP8 experts",
+        "V4 by Quark",
+        "V3 by Quark, targets online",
+        "V4 on aiter_mega_moe, targets online",
+        "V4, FP8 with Quark's keys",
+        "MiniMax M3, MXFP8",
+        "GLM-4 MoE, ModelOpt MXFP8",
+    ],
 )
 def test_what_fuses(scheme: Any, model_type: str, more: dict[str, Any]) -> None:
     question = ask(scheme, model_type, **more)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from in_memory import PROJ, Model, Tensors, expert, plans_of, subject_of
-from releases import NEWEST
 
 from fse_convert.plan.advice import advise
 from fse_convert.plan.plan import Options
 from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, Subject, judge, whole
 from fse_convert.servers.targets import find_target
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.testing.memory import PROJ, Model, Tensors, expert, plans_of, subject_of
+from tests.releases import NEWEST
 
 QUARK_FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}, "input_tensors": {"dtype": "fp4"}}
 MTP_FP8 = {"re:mtp\\.0\\.ffn\\.shared_experts\\..*": {"weight": {"dtype": "fp8_e4m3"}}}
@@ -152,6 +152,7 @@ def test_layers_without_a_shared_expert_and_models_without_experts() -> None:
         (Model(shared_width=512), "slot-width", "slot-width"),
         (Model(shared="gptq"), "format-unknown", "format-unknown"),
     ],
+    ids=["FP8 beside MXFP4", "MXFP4 both", "FP8 both", "BF16 shared", "two shared", "wider shared", "GPTQ shared"],
 )
 def test_slots(model: Model, sglang: str, atom: str) -> None:
     about = model.subject()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from in_memory import Model, subject_of
 
 from fse_convert.servers.native import Widths, kernel_verdict, native_verdict, padded_routed, stated
 from fse_convert.servers.targets import CONTRACTS, FP8_SHARED, VLLM_0_33_CLASS, find_target
 from fse_convert.servers.verdict import Outcome, Verdict
+from fse_convert.testing.memory import Model, subject_of
 
 V41 = {"model_type": "deepseek_v41"}
 FLASH = Model(hidden=4096, width=2048, shared="fp8-128", layers=1, mtp=0)

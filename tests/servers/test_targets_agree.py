@@ -17,7 +17,7 @@ SERVERS = [t.name for t in TARGETS if not t.is_contract]
 CONTRACTS = [t.name for t in TARGETS if t.is_contract]
 
 
-def converted(run: Run, source: Path, out: Path, target: str, *options: str) -> dict[str, Any]:
+def conversion(run: Run, source: Path, out: Path, target: str, *options: str) -> dict[str, Any]:
     code, text, err = run(source, out, "--target", target, "--verify", "none", "--json", *options)
     assert code == 0, err
     found: dict[str, Any] = json.loads(text)
@@ -39,7 +39,7 @@ def by_layer(answer: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("target", [t.name for t in TARGETS])
 def test_the_stated_verdict_is_that_of_the_output(target: str, experts: str, made: Made, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
-    plan = converted(run, made(layers=1), out, target, "--experts", experts)
+    plan = conversion(run, made(layers=1), out, target, "--experts", experts)
     answer = inspected(run, out, target)
     assert {v["name"]: v["server"] for v in plan["layers"]} == by_layer(answer)
     assert {v["verdict"] for v in plan["layers"]} == {"fused"}
@@ -56,7 +56,7 @@ def test_the_stated_verdict_is_that_of_the_output(target: str, experts: str, mad
 @pytest.mark.parametrize("target", [*SERVERS, *CONTRACTS])
 def test_unfused_formats_agree_too(target: str, made: Made, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
-    plan = converted(run, made("nvfp4", layers=1, mtp=0), out, target, "--allow-unfused")
+    plan = conversion(run, made("nvfp4", layers=1, mtp=0), out, target, "--allow-unfused")
     assert {v["name"]: v["server"] for v in plan["layers"]} == by_layer(inspected(run, out, target))
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -10,13 +9,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # the tests share modules, and --import-mode=importlib adds no folder
-
-from sglang_standins import Registry, method
-
-from fse_convert.cli import main
 from fse_convert.serving import sglang as plugin
 from fse_convert.serving.sglang import modes, modules
+from tests.serving.sglang_standins import Registry, method
 
 
 @pytest.fixture
@@ -68,18 +63,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(leaves=leaves, registry=registry, exporter=exporter, updater=updater, checker=checker)
 
 
-@pytest.fixture(scope="module")
-def converted(made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Convert a small checkpoint for a target, once; never write into it."""
-    known: dict[str, Path] = {}
-
-    def convert(target: str = "sglang-0.5.23", kind: str = "v4.1-flash", *options: str, **knobs: Any) -> Path:
-        key = json.dumps([target, kind, options, knobs], sort_keys=True)
-        if key not in known:
-            known[key] = tmp_path_factory.mktemp("converted") / "out"
-            with pytest.raises(SystemExit) as stopped:
-                main([str(made(kind, **knobs)), str(known[key]), "--target", target, *options])
-            assert stopped.value.code == 0
-        return known[key]
-
-    return convert
+@pytest.fixture(scope="session")
+def converted(converted: Callable[..., Path]) -> Callable[..., Path]:
+    """Convert for the release that the stand-ins stand for, unless a test names a target."""
+    return lambda target="sglang-0.5.23", *options, **knobs: converted(target, *options, **knobs)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_standins import CONFIG, MODULE, Experts, Linear, SharedMlp, codes, loaded, never, raw, refused, served
 from torch import nn
 
 from fse_convert.errors import NotServable
@@ -16,11 +15,10 @@ from fse_convert.plan.plan import Part
 from fse_convert.serving import sglang as plugin
 from fse_convert.serving.sglang import modules
 from fse_convert.serving.sidecar import KernelShared, open_sidecar
+from fse_convert.testing.patch import flip_payload
+from tests.serving.sglang_standins import CONFIG, MODULE, Experts, Linear, SharedMlp, codes, loaded, never, raw, refused, served
 
 GIB = 2**30
-
-
-# Shared experts --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["sglang-0.5.23", "megamoe-512"])
@@ -111,9 +109,6 @@ def test_prefixes(prefix, layers, expected):
         assert codes(error) == [expected]
     else:
         assert modules.checkpoint_prefix(prefix, layers) == expected
-
-
-# What does not fit -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_of_another_width_is_refused_with_the_target(server, converted):
@@ -213,9 +208,7 @@ def test_a_folder_that_lost_its_index_or_a_byte_is_refused(server, converted, tm
     assert modules.KEEP in str(error.value)
     out = shutil.copytree(converted(), tmp_path / "byte")
     (shard,) = (out / "fse").glob("*.safetensors")
-    raw = shard.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    shard.write_bytes(raw[:start] + bytes(byte ^ 1 for byte in raw[start:]))
+    flip_payload(shard)
     served(out)
     assert codes(refused(loaded(out))) == ["sidecar-damaged"]
 
@@ -295,9 +288,6 @@ def test_weights_shuffled_for_flashinfer_are_not_compared(server, converted):
     assert mlp.down_proj.weight_scale_inv_shuffled.numel() == 0
 
 
-# Routed experts --------------------------------------------------------------------------------------------------------------
-
-
 def test_routed_scales_go_where_the_kernel_has_its_own(server):
     served(None, loader="DefaultModelLoader")
     experts = Experts(2, 512, 384)
@@ -322,9 +312,6 @@ def test_routed_scales_stay_where_something_may_read_them(server, kind):
     plugin.around_routed(lambda _e: None, experts)
     assert experts.w13_weight_scale_inv.numel()
     assert plugin.state.load.freed == 0
-
-
-# Sizes -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

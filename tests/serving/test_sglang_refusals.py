@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_standins import Experts, codes, loaded, never, refused, served
 from torch import nn
 
 from fse_convert.errors import NotServable
 from fse_convert.serving import sglang as plugin
 from fse_convert.serving.sglang import modes, modules
+from tests.serving.sglang_standins import Experts, codes, loaded, never, refused, served
 
 READERS = {
     "weight_cache_mode": ("daemon", "--weight-cache-mode off"),

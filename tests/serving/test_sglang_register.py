@@ -6,12 +6,12 @@ import pkgutil
 import sys
 
 import pytest
-from sglang_standins import served
 from torch import nn
 
 from fse_convert.servers.targets import TARGETS
 from fse_convert.serving import sglang as plugin
 from fse_convert.serving.sglang import modules
+from tests.serving.sglang_standins import served
 
 GIB = 2**30
 NEWEST = [t.name for t in TARGETS if t.engine == "SGLang"][-1]

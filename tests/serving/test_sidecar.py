@@ -3,70 +3,56 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from fse_convert.checkpoint.names import INDEX
 from fse_convert.errors import NotServable
 from fse_convert.plan.plan import Part
 from fse_convert.servers.targets import MEGAMOE_128, MEGAMOE_512
 from fse_convert.serving.sidecar import KernelShared, Sidecar, Widths, is_converted, locate, open_sidecar
-from fse_convert.sidecar.manifest import DIGEST, own_digest
+from fse_convert.testing.patch import ShardPatch, Stored, edit_manifest
 
 Run = Callable[..., tuple[int, str, str]]
 LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts", "mtp.0.ffn.experts")
 FITS: dict[str, Any] = {"hidden": 512, "routed_width": 512, "n_shared": 1, "contract": MEGAMOE_512}
 
 
-@pytest.fixture(scope="module")
-def converted(made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from fse_convert.cli import main
-
-    out = tmp_path_factory.mktemp("converted") / "out"
-    with pytest.raises(SystemExit) as stopped:
-        main([str(made("v4.1-flash", mtp=1)), str(out), "--verify", "storage"])
-    assert not stopped.value.code
-    return out
+STORAGE = ("megamoe-512", "v4.1-flash", "--verify", "storage")
 
 
 @pytest.fixture
-def copy(converted: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(converted, tmp_path / "out"))
+def folder(converted: Callable[..., Path]) -> Path:
+    return converted(*STORAGE)
 
 
-def manifest(folder: Path, *, signed: bool = True, **changes: Any) -> dict[str, Any]:
-    """Change the manifest, and its own digest with it unless it is to be found out; returns it."""
-    path = folder / "fse" / "manifest.json"
-    changed: dict[str, Any] = {**json.loads(path.read_text()), **changes}
-    if signed:
-        changed[DIGEST] = own_digest(changed)
-    path.write_text(json.dumps(changed))
-    return changed
+@pytest.fixture
+def out(output: Callable[..., Path]) -> Path:
+    return output(*STORAGE)
 
 
-def shard(folder: Path) -> Path:
-    (found,) = (folder / "fse").glob("*.safetensors")
+def shard(out: Path) -> Path:
+    (found,) = (out / "fse").glob("*.safetensors")
     return found
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], object], *, index: bool = True) -> None:
+@contextmanager
+def rewritten(out: Path, *, index: bool = True) -> Iterator[ShardPatch]:
     """Change the sidecar's shard, and make index and manifest agree with it; layers that are gone stay in the manifest."""
-    with safe_open(shard(folder), framework="pt") as f:
-        tensors, metadata = {n: f.get_tensor(n) for n in f.keys()}, dict(f.metadata())  # noqa: SIM118
-    change(tensors, metadata)
-    save_file(tensors, shard(folder), metadata=metadata)
+    with ShardPatch(shard(out)) as patch:
+        yield patch
     if index:
-        weight_map = dict.fromkeys(tensors, shard(folder).name)
-        (folder / "fse" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    manifest(folder, files=None)
+        weight_map = dict.fromkeys(patch.tensors, patch.path.name)
+        (out / "fse" / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    edit_manifest(out, lambda manifest: manifest.update(files=None))
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -75,20 +61,20 @@ def refusal(call: Callable[[], object]) -> str:
     return str(e.value)
 
 
-def test_what_it_says(converted: Path) -> None:
-    sidecar = open_sidecar(converted)
+def test_what_it_says(folder: Path) -> None:
+    sidecar = open_sidecar(folder)
     assert (sidecar.contract, sidecar.layout, sidecar.layout_version) == ("megamoe-512", "megamoe-fp8-shared", 1)
     assert sidecar.widths == Widths(source=384, main=512, kernel=512)
     assert (sidecar.n_shared, sidecar.width, sidecar.hidden, sidecar.layers) == (1, 512, 512, LAYERS)
     assert sidecar.nbytes(LAYERS[0]) == 3 * 512 * 512 * 33 // 32
     assert sidecar.manifest["tool"]["name"] == "fse-convert"
-    assert is_converted(converted)
-    assert not is_converted(converted / "fse")
+    assert is_converted(folder)
+    assert not is_converted(folder / "fse")
 
 
-def test_tensors_are_as_the_kernel_takes_them(converted: Path) -> None:
-    sidecar = open_sidecar(str(converted))
-    with safe_open(shard(converted), framework="pt") as f:
+def test_tensors_are_as_the_kernel_takes_them(folder: Path) -> None:
+    sidecar = open_sidecar(str(folder))
+    with safe_open(shard(folder), framework="pt") as f:
         for prefix in LAYERS:
             tensors = sidecar.tensors(prefix)
             stored = {part: f.get_tensor(f"{prefix}.{part.value}") for part in Part}
@@ -105,17 +91,17 @@ def test_tensors_are_as_the_kernel_takes_them(converted: Path) -> None:
     assert torch.equal(sidecar.tensor(LAYERS[0], Part.L1_SCALE), sidecar.tensors(LAYERS[0]).l1_scale)
 
 
-def test_opening_imports_neither_torch_nor_click(converted: Path) -> None:
+def test_opening_imports_neither_torch_nor_click(folder: Path) -> None:
     code = (
         "import sys; from fse_convert.serving import vllm; from fse_convert.serving.sidecar import open_sidecar; "
-        f"open_sidecar({str(converted)!r}); print(sorted({{'torch', 'click', 'rich', 'vllm', 'safetensors'}} & set(sys.modules)))"
+        f"open_sidecar({str(folder)!r}); print(sorted({{'torch', 'click', 'rich', 'vllm', 'safetensors'}} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_an_unknown_layer(converted: Path) -> None:
-    text = refusal(lambda: open_sidecar(converted).tensors("layers.7.ffn.experts"))
+def test_an_unknown_layer(folder: Path) -> None:
+    text = refusal(lambda: open_sidecar(folder).tensors("layers.7.ffn.experts"))
     assert "no shared experts of layers.7.ffn.experts in kernel layout [sidecar-layer]" in text
 
 
@@ -132,65 +118,69 @@ def test_an_unknown_layer(converted: Path) -> None:
         ({"model": {"n_shared_experts": 2, "width": {"source": 384, "main": 512, "kernel": 512}}}, "sidecar-incomplete"),
     ],
 )
-def test_manifests_that_are_not_ours(copy: Path, changes: dict[str, Any], code: str) -> None:
-    manifest(copy, **changes)
-    assert f"[{code}]" in refusal(lambda: open_sidecar(copy))
+def test_manifests_that_are_not_ours(out: Path, changes: dict[str, Any], code: str) -> None:
+    edit_manifest(out, lambda manifest: manifest.update(changes))
+    assert f"[{code}]" in refusal(lambda: open_sidecar(out))
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{"])
-def test_manifests_that_are_no_json(copy: Path, text: bytes) -> None:
-    (copy / "fse" / "manifest.json").write_bytes(text)
-    assert "[manifest-invalid]" in refusal(lambda: open_sidecar(copy))
+def test_manifests_that_are_no_json(out: Path, text: bytes) -> None:
+    (out / "fse" / "manifest.json").write_bytes(text)
+    assert "[manifest-invalid]" in refusal(lambda: open_sidecar(out))
 
 
-def test_folders_that_were_not_converted(tmp_path: Path, converted: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere", converted / "fse"):
-        text = refusal(lambda folder=folder: open_sidecar(folder))
+def test_folders_that_were_not_converted(tmp_path: Path, folder: Path) -> None:
+    for other in (tmp_path, tmp_path / "nowhere", folder / "fse"):
+        text = refusal(lambda other=other: open_sidecar(other))
         assert "[sidecar-missing]" in text
         assert "fse-convert CHECKPOINT OUT" in text
 
 
-def test_files_that_are_not_those_that_were_written(copy: Path) -> None:
-    main_shard = sorted(copy.glob("*.safetensors"))[-1]
+def test_files_that_are_not_those_that_were_written(out: Path) -> None:
+    main_shard = sorted(out.glob("*.safetensors"))[-1]
     with main_shard.open("ab") as f:
         f.write(b" ")
-    text = refusal(lambda: open_sidecar(copy))
+    text = refusal(lambda: open_sidecar(out))
     assert "[sidecar-stale]" in text
     assert str(main_shard) in text
 
 
-def test_a_sidecar_that_lost_something(copy: Path) -> None:
+def test_a_sidecar_that_lost_something(out: Path) -> None:
     first = f"{LAYERS[0]}.shared_l2_weight_scale"
-    rewrite(copy, lambda tensors, _: tensors.pop(first))
-    assert f"{first} is missing" in refusal(lambda: open_sidecar(copy))
-    rewrite(copy, lambda tensors, _: tensors.update({first: torch.zeros(3, 3, dtype=torch.int32)}))
-    assert f"{first} is I32 [3, 3], expected I32 [4, 512]" in refusal(lambda: open_sidecar(copy))
-    rewrite(copy, lambda tensors, _: tensors.pop(first), index=False)
-    assert "index and shards differ in" in refusal(lambda: open_sidecar(copy))
-    shard(copy).unlink()
-    assert "[sidecar-incomplete]" in refusal(lambda: open_sidecar(copy))
+    with rewritten(out) as patch:
+        del patch.tensors[first]
+    assert f"{first} is missing" in refusal(lambda: open_sidecar(out))
+    with rewritten(out) as patch:
+        patch.tensors[first] = Stored("I32", [3, 3], bytes(36))
+    assert f"{first} is I32 [3, 3], expected I32 [4, 512]" in refusal(lambda: open_sidecar(out))
+    with rewritten(out, index=False) as patch:
+        del patch.tensors[first]
+    assert "index and shards differ in" in refusal(lambda: open_sidecar(out))
+    shard(out).unlink()
+    assert "[sidecar-incomplete]" in refusal(lambda: open_sidecar(out))
 
 
-def test_a_shard_of_another_conversion(copy: Path) -> None:
-    rewrite(copy, lambda _, metadata: metadata.update(fse_contract="megamoe-128"))
-    text = refusal(lambda: open_sidecar(copy))
+def test_a_shard_of_another_conversion(out: Path) -> None:
+    with rewritten(out) as patch:
+        patch.metadata = {**(patch.metadata or {}), "fse_contract": "megamoe-128"}
+    text = refusal(lambda: open_sidecar(out))
     assert "[layout-unknown]" in text
     assert "megamoe-128" in text
 
 
-def test_a_truncated_shard(copy: Path) -> None:
-    manifest(copy, files=None)
-    raw = shard(copy).read_bytes()
-    shard(copy).write_bytes(raw[:-1])
-    assert "[shard-truncated]" in refusal(lambda: open_sidecar(copy))
-    shard(copy).write_bytes(raw[:20])
-    assert "[header-length]" in refusal(lambda: open_sidecar(copy))
+def test_a_truncated_shard(out: Path) -> None:
+    edit_manifest(out, lambda manifest: manifest.update(files=None))
+    raw = shard(out).read_bytes()
+    shard(out).write_bytes(raw[:-1])
+    assert "[shard-truncated]" in refusal(lambda: open_sidecar(out))
+    shard(out).write_bytes(raw[:20])
+    assert "[header-length]" in refusal(lambda: open_sidecar(out))
 
 
-def test_an_index_that_leads_elsewhere(copy: Path) -> None:
-    index = copy / "fse" / "model.safetensors.index.json"
+def test_an_index_that_leads_elsewhere(out: Path) -> None:
+    index = out / "fse" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {f"{LAYERS[0]}.shared_l1_weight": "../model-00001-of-00001.safetensors"}}))
-    assert "no weight_map from tensors to files of this folder" in refusal(lambda: open_sidecar(copy))
+    assert "no weight_map from tensors to files of this folder" in refusal(lambda: open_sidecar(out))
 
 
 def test_no_layer_in_kernel_layout(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
@@ -212,8 +202,8 @@ def test_no_layer_in_kernel_layout(made: Callable[..., Path], run: Run, tmp_path
         ({"hidden": 1, "routed_width": 2, "n_shared": 3}, ["hidden-mismatch", "shared-count-mismatch", "width-mismatch"]),
     ],
 )
-def test_check(converted: Path, changes: dict[str, Any], codes: list[str]) -> None:
-    sidecar = open_sidecar(converted)
+def test_check(folder: Path, changes: dict[str, Any], codes: list[str]) -> None:
+    sidecar = open_sidecar(folder)
     if not codes:
         sidecar.check(**{**FITS, **changes})
         return
@@ -241,9 +231,9 @@ def test_the_hint_of_a_mismatch_names_target_and_experts(made: Callable[..., Pat
     assert "--target megamoe-512" in text
 
 
-def test_locate(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locate(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
-    assert locate(str(converted)) == converted
+    assert locate(str(folder)) == folder
     snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()

@@ -13,7 +13,8 @@ import pytest
 from fse_convert.errors import NotServable
 from fse_convert.plan.plan import Part
 from fse_convert.serving.sidecar import open_sidecar
-from fse_convert.sidecar.manifest import DIGEST, own_digest
+from fse_convert.sidecar.manifest import DIGEST
+from fse_convert.testing.patch import edit_manifest, flip
 
 LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts", "mtp.0.ffn.experts")
 INDEX = "model.safetensors.index.json"
@@ -28,23 +29,12 @@ def convert(source: Path, out: Path, *options: str) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def converted(made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(made("v4-flash"), tmp_path_factory.mktemp("converted") / "out", "--verify", "storage")
+STORAGE = ("megamoe-512", "v4-flash", "--verify", "storage")
 
 
 @pytest.fixture
-def out(converted: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(converted, tmp_path / "out"))
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], object], *, signed: bool = True) -> None:
-    path = folder / "fse" / "manifest.json"
-    value = json.loads(path.read_text())
-    change(value)
-    if signed:
-        value[DIGEST] = own_digest(value)
-    path.write_text(json.dumps(value))
+def out(output: Callable[..., Path]) -> Path:
+    return output(*STORAGE)
 
 
 def problems(folder: Path, *, whole: bool = True) -> dict[str, str]:
@@ -55,37 +45,42 @@ def problems(folder: Path, *, whole: bool = True) -> dict[str, str]:
     return {Path(p.where).name: p.code for p in e.value.problems}
 
 
-# The manifest ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "change", [lambda m: m["model"].update(family="other"), lambda m: m.pop(DIGEST), lambda m: m["tensors"].clear()]
+    "change",
+    [lambda m: m["model"].update(family="other"), lambda m: m.pop(DIGEST), lambda m: m["tensors"].clear()],
+    ids=["another family", "no digest", "no tensors"],
 )
 def test_a_manifest_that_was_edited(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    edit(out, change, signed=False)
+    edit_manifest(out, change, signed=False)
     assert problems(out) == {"manifest.json": "manifest-damaged"}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: m.update(files={"x.safetensors": 1}),
-        lambda m: m.update(files={"x.safetensors": {"size": "1", "sha256": ""}}),
-        lambda m: m.update(files={"x.safetensors": {"size": 1}}),
-        lambda m: m.update(files=[1]),
-        lambda m: m.pop("files"),
-        lambda m: m.update(tensors={"a": 1}),
-        lambda m: m.update(tensors="a"),
-        lambda m: m.update(layers=[1]),
-        lambda m: m.update(layers=[{"verdict": "fused", "name": 1}]),
-        lambda m: m.update(layers=None),
-        lambda m: m["contract"].update(name=None),
-        *(lambda m, v=v: m["model"].update(n_shared_experts=v) for v in (float("inf"), float("nan"), 1.0, True, -1, "1", None, [])),
-        *(lambda m, v=v: m["model"]["width"].update(kernel=v) for v in (float("inf"), 512.5, -512, None)),
+        pytest.param(lambda m: m.update(files={"x.safetensors": 1}), id="file a number"),
+        pytest.param(lambda m: m.update(files={"x.safetensors": {"size": "1", "sha256": ""}}), id="size a text"),
+        pytest.param(lambda m: m.update(files={"x.safetensors": {"size": 1}}), id="file without a digest"),
+        pytest.param(lambda m: m.update(files=[1]), id="files a list"),
+        pytest.param(lambda m: m.pop("files"), id="no files"),
+        pytest.param(lambda m: m.update(tensors={"a": 1}), id="digest a number"),
+        pytest.param(lambda m: m.update(tensors="a"), id="tensors a text"),
+        pytest.param(lambda m: m.update(layers=[1]), id="layer a number"),
+        pytest.param(lambda m: m.update(layers=[{"verdict": "fused", "name": 1}]), id="layer's name a number"),
+        pytest.param(lambda m: m.update(layers=None), id="layers null"),
+        pytest.param(lambda m: m["contract"].update(name=None), id="contract's name null"),
+        *(
+            pytest.param(lambda m, v=v: m["model"].update(n_shared_experts=v), id=f"n_shared_experts {v!r}")
+            for v in (float("inf"), float("nan"), 1.0, True, -1, "1", None, [])
+        ),
+        *(
+            pytest.param(lambda m, v=v: m["model"]["width"].update(kernel=v), id=f"kernel's width {v!r}")
+            for v in (float("inf"), 512.5, -512, None)
+        ),
     ],
 )
 def test_a_manifest_of_another_make(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    edit(out, change)
+    edit_manifest(out, change)
     assert problems(out) == {"manifest.json": "manifest-invalid"}
 
 
@@ -93,9 +88,6 @@ def test_a_manifest_that_cannot_be_encoded_again(out: Path) -> None:
     path = out / "fse" / "manifest.json"
     path.write_text('{"format": "fse-convert", "format_version": 1, "x": ' + '{"a":' * 900 + "1" + "}" * 900 + "}")
     assert problems(out) == {"manifest.json": "manifest-damaged"}
-
-
-# The files around it ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
@@ -166,43 +158,30 @@ def test_other_files_of_the_folder_are_the_users_own(out: Path) -> None:
     assert open_sidecar(out).layers == LAYERS
 
 
-# fse/ itself -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_sidecar_without_its_index_is_not_an_empty_one(out: Path, whole: bool) -> None:
     (out / "fse" / INDEX).unlink()
     assert problems(out, whole=whole) == {INDEX: "sidecar-incomplete"}
-    edit(out, lambda m: m.update(files=None))
+    edit_manifest(out, lambda m: m.update(files=None))
     assert problems(out, whole=whole) == {"fse": "sidecar-incomplete"}, "the manifest names its layers"
 
 
 def test_an_empty_sidecar_is_right_where_the_manifest_says_so(made: Callable[..., Path], tmp_path: Path) -> None:
     out = convert(made("bf16"), tmp_path / "out", "--allow-unfused", "--verify", "storage")
     assert open_sidecar(out).layers == ()
-    edit(out, lambda m: m["layers"][0].update(verdict="fused"))
+    edit_manifest(out, lambda m: m["layers"][0].update(verdict="fused"))
     assert problems(out) == {"fse": "sidecar-incomplete"}
 
 
 def test_a_layer_that_the_manifest_does_not_call_fused(out: Path) -> None:
-    edit(out, lambda m: m["layers"][1].update(verdict="unfused"))
+    edit_manifest(out, lambda m: m["layers"][1].update(verdict="unfused"))
     assert problems(out) == {"fse": "sidecar-incomplete"}
-
-
-def flip(folder: Path, part: Part, byte: int) -> None:
-    """Change one bit of a tensor of layer 1, and no size."""
-    (shard,) = (folder / "fse").glob("*.safetensors")
-    raw = bytearray(shard.read_bytes())
-    length = int.from_bytes(raw[:8], "little")
-    start, end = json.loads(raw[8 : 8 + length])[f"{LAYERS[1]}.{part.value}"]["data_offsets"]
-    raw[8 + length + (start if byte >= 0 else end) + byte] ^= 0x01
-    shard.write_bytes(raw)
 
 
 @pytest.mark.parametrize("part", list(Part))
 @pytest.mark.parametrize("byte", [0, -1])
 def test_one_damaged_bit_is_found_when_the_tensor_is_read(out: Path, part: Part, byte: int) -> None:
-    flip(out, part, byte)
+    flip(out, byte, f"{LAYERS[1]}.{part.value}")
     sidecar = open_sidecar(out)
     sidecar.tensors(LAYERS[0])
     with pytest.raises(NotServable) as e:
@@ -214,15 +193,17 @@ def test_one_damaged_bit_is_found_when_the_tensor_is_read(out: Path, part: Part,
 
 
 def test_a_tensor_without_a_digest_is_refused(out: Path) -> None:
-    edit(out, lambda m: m["tensors"].pop(f"{LAYERS[0]}.{Part.L2_WEIGHT.value}"))
+    edit_manifest(out, lambda m: m["tensors"].pop(f"{LAYERS[0]}.{Part.L2_WEIGHT.value}"))
     with pytest.raises(NotServable, match="sidecar-damaged"):
         open_sidecar(out).tensors(LAYERS[0])
 
 
-def test_an_output_without_proof_is_served_and_says_so(made: Callable[..., Path], tmp_path: Path, converted: Path) -> None:
+def test_an_output_without_proof_is_served_and_says_so(
+    made: Callable[..., Path], tmp_path: Path, converted: Callable[..., Path]
+) -> None:
     out = convert(made("v4-flash"), tmp_path / "out", "--verify", "none")
     (out / "config.json").write_text((out / "config.json").read_text() + "\n")
     sidecar = open_sidecar(out)
     assert not sidecar.proved
-    assert open_sidecar(converted).proved
+    assert open_sidecar(converted(*STORAGE)).proved
     assert sidecar.tensors(LAYERS[0]).l1_weight.shape == (1024, 512)

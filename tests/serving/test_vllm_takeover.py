@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from releases import NEWEST
 from torch import Tensor, nn
 
 from fse_convert.errors import NotServable
 from fse_convert.plan.plan import Part
 from fse_convert.serving.sidecar import Sidecar, open_sidecar
 from fse_convert.serving.vllm.takeover import SLOTS, Block, Takeover, find_blocks, marker, server_target
+from fse_convert.testing.patch import flip_payload
+from tests.releases import NEWEST
 
 H, S = 512, 512
 LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts")
@@ -246,9 +247,7 @@ def test_bytes_that_the_conversion_did_not_write(
     """In the kernel layout, or in the shards beside it; the sizes are the same."""
     out = Path(shutil.copytree(sidecar.folder, tmp_path / "out"))
     for shard in (out / changed).glob("*.safetensors"):
-        raw = shard.read_bytes()
-        start = 8 + int.from_bytes(raw[:8], "little")
-        shard.write_bytes(raw[:start] + bytes(byte ^ 1 for byte in raw[start:]))
+        flip_payload(shard)
     block = Moe(experts(), mlp() if experts is Slots else None)
     takeover = Takeover(open_sidecar(out), model(block), "0.33.0")
 

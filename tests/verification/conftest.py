@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +11,6 @@ from torch import Tensor
 
 from fse_convert.layout import megamoe, padding, ue8m0
 from fse_convert.verification.reference import KernelLayout, SourceLayout
-
-sys.path.insert(0, str(Path(__file__).parent))  # the tests share modules, and --import-mode=importlib adds no folder
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -75,20 +71,9 @@ def root(made: Make) -> Path:
     return made("v4.1-flash", experts=1)
 
 
-@pytest.fixture(scope="module")
-def converted(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from fse_convert.cli import main
-
-    out = tmp_path_factory.mktemp("converted") / "out"
-    with pytest.raises(SystemExit) as stopped:
-        main([str(root), str(out), "-q"])
-    assert not stopped.value.code
-    return out
-
-
 @pytest.fixture
-def out(converted: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(converted, tmp_path / "out"))
+def out(output: Make) -> Path:
+    return output(experts=1)
 
 
 @pytest.fixture

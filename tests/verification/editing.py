@@ -12,6 +12,7 @@ import xxhash
 
 from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.sidecar.manifest import DIGEST, own_digest
+from fse_convert.testing.patch import read_shard
 
 Manifest = dict[str, Any]
 INDEX = "model.safetensors.index.json"
@@ -22,18 +23,6 @@ L1 = "layers.0.ffn.experts.shared_l1_weight"
 def load(out: Path) -> Manifest:
     value: Manifest = json.loads((out / "fse/manifest.json").read_text())
     return value
-
-
-def read(path: Path) -> tuple[dict[str, Any], bytes]:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
-
-
-def write(path: Path, header: dict[str, Any], payload: bytes) -> None:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + payload)
 
 
 def seal(out: Path, manifest: Manifest | None = None, *, digests: bool = True) -> None:
@@ -47,7 +36,7 @@ def seal(out: Path, manifest: Manifest | None = None, *, digests: bool = True) -
         tensors = {}
         for name in kept:
             if name.endswith(".safetensors"):
-                header, payload = read(out / name)
+                header, payload = read_shard(out / name)
                 for tensor, entry in header.items():
                     if tensor != "__metadata__":
                         start, end = entry["data_offsets"]
@@ -58,7 +47,7 @@ def seal(out: Path, manifest: Manifest | None = None, *, digests: bool = True) -
 
 
 def into(*path: str | int, **changes: Any) -> Callable[[Manifest], None]:
-    """Change keys of the object at a path of a manifest."""
+    """Change keys of the object at a path of a manifest; the change is named after them."""
 
     def edit(manifest: Manifest) -> None:
         place: Any = manifest
@@ -66,4 +55,6 @@ def into(*path: str | int, **changes: Any) -> Callable[[Manifest], None]:
             place = place[key]
         place.update(changes)
 
+    place = ".".join(map(str, path)) or "manifest"
+    edit.__name__ = f"{place} with " + ", ".join(f"{ascii(key)[1:-1]} {value!a}" for key, value in changes.items())
     return edit

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from editing import INDEX, L1, SIDECAR, Manifest, into, load, read, seal, write
 
 from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.sidecar.claims import read_claims
+from fse_convert.testing.patch import read_shard, write_shard
 from fse_convert.verification.demanded import Demand, demand
 from fse_convert.verification.expected import open_source
 from fse_convert.verification.layers import check_layers
 from fse_convert.verification.stream import InputFiles
+from tests.verification.editing import INDEX, L1, SIDECAR, Manifest, into, load, seal
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -25,15 +26,15 @@ Run = Callable[..., tuple[int, str, str]]
 
 def retype(name: str, **entry: Any) -> Callable[[Path], None]:
     def change(out: Path) -> None:
-        header, payload = read(out / SIDECAR)
+        header, payload = read_shard(out / SIDECAR)
         header[name].update(entry)
-        write(out / SIDECAR, header, payload)
+        write_shard(out / SIDECAR, header, payload)
 
     return change
 
 
 def halve(out: Path) -> None:
-    header, _ = read(out / SIDECAR)
+    header, _ = read_shard(out / SIDECAR)
     rows, columns = header[L1]["shape"]
     retype(L1, dtype="BF16", shape=[rows // 2, columns])(out)
 
@@ -52,7 +53,7 @@ def test_other_dtypes_in_the_sidecar_are_no_bug(out: Path, verify: Run) -> None:
 def test_a_consistent_output_of_an_odd_width_is_no_bug(width: int, out: Path, verify: Run, run: Run) -> None:
     manifest, data = load(out), b""
     manifest["model"]["width"]["kernel"] = width
-    header, _ = read(out / SIDECAR)
+    header, _ = read_shard(out / SIDECAR)
     for name, entry in header.items():
         if ".shared_l" in name:
             part = name.rpartition(".")[2]
@@ -65,7 +66,7 @@ def test_a_consistent_output_of_an_odd_width_is_no_bug(width: int, out: Path, ve
             size = rows * columns * (4 if entry["dtype"] == "I32" else 1)
             entry["data_offsets"] = [len(data), len(data) + size]
             data += bytes(size)
-    write(out / SIDECAR, header, data)
+    write_shard(out / SIDECAR, header, data)
     index = out / f"fse/{INDEX}"
     index.write_bytes(encode_json({**json.loads(index.read_text()), "metadata": {"total_size": len(data)}}))
     seal(out, manifest)
@@ -175,9 +176,6 @@ def test_half_characters_in_a_config_are_kept(target: str, source: Make, tmp_pat
     assert (original / "config.json").read_bytes() == path.read_bytes()
 
 
-# Sizes that would not fit into memory.
-
-
 @pytest.mark.parametrize("name", ["fse/manifest.json", "config.json", INDEX, f"fse/{INDEX}"])
 def test_json_of_absurd_size_is_not_read(name: str, out: Path, verify: Run) -> None:
     os.truncate(out / name, 40 << 30)
@@ -186,11 +184,11 @@ def test_json_of_absurd_size_is_not_read(name: str, out: Path, verify: Run) -> N
 
 
 def test_a_tensor_of_another_shape_is_not_read(root: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header, payload = read(out / SIDECAR)
+    header, payload = read_shard(out / SIDECAR)
     last = "mtp.0.ffn.experts.shared_l2_weight_scale"
     start = header[last]["data_offsets"][0]
     header[last] |= {"shape": [1 << 31], "data_offsets": [start, start + (8 << 30)]}
-    write(out / SIDECAR, header, payload[:start])
+    write_shard(out / SIDECAR, header, payload[:start])
     os.truncate(out / SIDECAR, (out / SIDECAR).stat().st_size + (8 << 30))
     asked: list[int] = []
     right = InputFiles.read

@@ -8,34 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from editing import INDEX, SIDECAR, Manifest, into, load, read, seal, write
 
 from fse_convert.checkpoint.encoding import encode_json
+from fse_convert.testing.patch import ShardPatch, flip, read_shard, write_shard
+from tests.verification.editing import INDEX, SIDECAR, Manifest, into, load, seal
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 LAYERS = ("layers.0.ffn", "layers.1.ffn", "mtp.0.ffn")
 
 
-def drop(out: Path, layers: tuple[str, ...]) -> None:
+def drop_layers(out: Path, layers: tuple[str, ...]) -> None:
     """Take the kernel layout of some layers out, and say that they do not fit."""
     manifest = load(out)
     for layer in manifest["layers"]:
         if layer["name"] in layers:
             layer |= {"verdict": "unfused", "reasons": [{"code": "width", "message": "does not fit"}]}
-    header, payload = read(out / SIDECAR)
-    left: dict[str, Any] = {"__metadata__": header.pop("__metadata__")}
-    kept = b""
-    for name, entry in header.items():
-        if not name.startswith(tuple(f"{layer}." for layer in layers)):
-            start, end = entry["data_offsets"]
-            left[name] = {**entry, "data_offsets": [len(kept), len(kept) + end - start]}
-            kept += payload[start:end]
+    with ShardPatch(out / SIDECAR) as shard:
+        dropped = tuple(f"{layer}." for layer in layers)
+        shard.tensors = {name: stored for name, stored in shard.tensors.items() if not name.startswith(dropped)}
     index = out / "fse/model.safetensors.index.json"
-    if kept:
-        write(out / SIDECAR, left, kept)
-        names = sorted(n for n in left if n != "__metadata__")
-        index.write_bytes(encode_json({"metadata": {"total_size": len(kept)}, "weight_map": dict.fromkeys(names, SIDECAR[4:])}))
+    size = sum(len(stored.data) for stored in shard.tensors.values())
+    if size:
+        weight_map = dict.fromkeys(sorted(shard.tensors), SIDECAR[4:])
+        index.write_bytes(encode_json({"metadata": {"total_size": size}, "weight_map": weight_map}))
         manifest["proof"]["numerics"]["layers"] -= len(layers)
     else:
         (out / SIDECAR).unlink()
@@ -45,12 +41,9 @@ def drop(out: Path, layers: tuple[str, ...]) -> None:
     seal(out, manifest)
 
 
-# Layers that were dropped.
-
-
 @pytest.mark.parametrize("layers", [LAYERS[:1], LAYERS[2:], LAYERS])
 def test_dropped_layers_fail_every_level(layers: tuple[str, ...], out: Path, verify: Run) -> None:
-    drop(out, layers)
+    drop_layers(out, layers)
     for level in ("storage", "numerics", "kernel"):
         code, text, _ = verify("--level", level)
         assert code == 1
@@ -86,9 +79,6 @@ def test_no_layer_that_fits(made: Make, tmp_path: Path, run: Run) -> None:
     assert all(layer["reason"] for layer in layers["left_out"])
 
 
-# A manifest that says what this source does not lead to.
-
-
 KERNEL = {"status": "passed", "layers": 3, "relative_l2": 1e-4, "device": "NVIDIA B200", "deep_gemm": "2.8.2"}
 
 
@@ -113,7 +103,7 @@ KERNEL = {"status": "passed", "layers": 3, "relative_l2": 1e-4, "device": "NVIDI
         (into("proof", "storage", bytes=1), "proof.storage.bytes"),
         (into("proof", "storage", files=1000), "proof.storage.files"),
         (into("proof", more=1), "proof.more nothing"),
-        (lambda m: m.pop("proof"), "a key proof"),
+        pytest.param(lambda m: m.pop("proof"), "a key proof", id="no proof"),
         (into("proof", storage={"status": "not-run", "reason": "not asked for"}), "proof.storage"),
     ],
 )
@@ -175,14 +165,11 @@ def test_wider_than_needed_is_told(root: Path, tmp_path: Path, run: Run) -> None
     assert "model.width.main 512, found 1536" in text
 
 
-# Names, count and order in fse/.
-
-
 def add_an_empty_file(out: Path) -> None:
-    write(out / "fse/extra.safetensors", {"__metadata__": read(out / SIDECAR)[0]["__metadata__"]}, b"")
+    write_shard(out / "fse/extra.safetensors", {"__metadata__": read_shard(out / SIDECAR)[0]["__metadata__"]}, b"")
 
 
-def rename(out: Path) -> None:
+def rename_the_shard(out: Path) -> None:
     (out / SIDECAR).rename(out / "fse/another.safetensors")
     index = out / "fse/model.safetensors.index.json"
     value = json.loads(index.read_text())
@@ -190,21 +177,14 @@ def rename(out: Path) -> None:
 
 
 def reorder(out: Path) -> None:
-    header, payload = read(out / SIDECAR)
-    turned: dict[str, Any] = {"__metadata__": header.pop("__metadata__")}
-    data = b""
-    for name in reversed(header):
-        start, end = header[name]["data_offsets"]
-        turned[name] = {**header[name], "data_offsets": [len(data), len(data) + end - start]}
-        data += payload[start:end]
-    write(out / SIDECAR, turned, data)
+    with ShardPatch(out / SIDECAR) as shard:
+        shard.tensors = dict(reversed(shard.tensors.items()))
 
 
 def cut_the_tripwire(out: Path) -> None:
-    header, payload = read(out / SIDECAR)
-    wire = next(n for n, e in header.items() if e.get("shape") == [0])
-    header.pop(wire)
-    write(out / SIDECAR, header, payload)
+    with ShardPatch(out / SIDECAR) as shard:
+        wire = next(name for name, stored in shard.tensors.items() if stored.shape == [0])
+        del shard.tensors[wire]
     index = out / f"fse/{INDEX}"
     value = json.loads(index.read_text())
     value["weight_map"].pop(wire)
@@ -216,7 +196,7 @@ def cut_the_tripwire(out: Path) -> None:
     [
         (cut_the_tripwire, "tensor-missing"),
         (add_an_empty_file, "file-unexpected"),
-        (rename, "tensor-misplaced"),
+        (rename_the_shard, "tensor-misplaced"),
         (reorder, "header"),
     ],
 )
@@ -226,9 +206,6 @@ def test_the_sidecar_is_as_a_conversion_writes_it(change: Callable[[Path], None]
     status, text, _ = verify("--level", "storage")
     assert status == 1
     assert f"mismatch[{code}]" in text
-
-
-# Files in folders that are no part of a checkpoint.
 
 
 @pytest.mark.parametrize(
@@ -260,9 +237,6 @@ def test_what_the_hubs_client_leaves_is_a_note(out: Path, verify: Run, run: Run)
         assert "note: 3 files of the hub client's bookkeeping in .cache/huggingface were left out" in text
 
 
-# Samples.
-
-
 def test_a_sample_is_another_one_every_time(out: Path, verify: Run) -> None:
     first, second = (json.loads(verify("--sample", "6", "--level", "storage", "--json")[1])["storage"] for _ in range(2))
     assert first["seed"] != second["seed"]
@@ -275,10 +249,7 @@ def test_a_sample_is_another_one_every_time(out: Path, verify: Run) -> None:
 
 
 def test_no_byte_hides_from_every_sample(out: Path, verify: Run) -> None:
-    path = out / SIDECAR
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    flip(out / SIDECAR, -1)
     seal(out)
     codes = {verify("--sample", "3", "--seed", str(seed), "--level", "storage")[0] for seed in range(40)}
     assert codes == {0, 1}

@@ -19,6 +19,7 @@ from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Options
 from fse_convert.servers.targets import find_target
 from fse_convert.sidecar.claims import Claims, read_claims
+from fse_convert.testing.patch import read_header
 from fse_convert.verification.demanded import Demand, demand
 from fse_convert.verification.expected import Source, open_source
 from fse_convert.verification.layers import check_layers
@@ -47,15 +48,14 @@ class Converted:
     out: Path
     claims: Claims
 
-    def header(self, name: str) -> tuple[dict[str, dict], int]:
-        raw = (self.out / name).read_bytes()
-        length = int.from_bytes(raw[:8], "little")
-        entries = json.loads(raw[8 : 8 + length])
-        return {n: e for n, e in entries.items() if n != "__metadata__"}, 8 + length
+    def entries(self, name: str) -> tuple[dict[str, dict], int]:
+        """Entries of a shard without its metadata, and the offset of its payload."""
+        entries, start = read_header(self.out / name)
+        return {n: e for n, e in entries.items() if n != "__metadata__"}, start
 
 
 @pytest.fixture(scope="module", params=[("v4.1-flash", {"engram_rows": 16}), ("v4-flash-base", {})], ids=lambda p: p[0])
-def converted(request: pytest.FixtureRequest, made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Converted:
+def finished(request: pytest.FixtureRequest, made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Converted:
     kind, knobs = request.param
     root, out = made(kind, **KNOBS, **knobs), tmp_path_factory.mktemp("out") / "out"
     target = find_target("megamoe-128")
@@ -88,13 +88,13 @@ def level_2(c: Converted) -> bool:
     return check_layers(demanded, LocalFolder(c.out)).status == "passed"
 
 
-def flip(raw: bytes, at: int, rng: random.Random) -> bytes:
+def flipped(raw: bytes, at: int, rng: random.Random) -> bytes:
     return bytes([raw[at] ^ (1 << rng.randrange(8))])
 
 
 def tensor_mutations(c: Converted, rng: random.Random, name: str, count: int) -> Iterator[Mutation]:
     """Single bytes of each tensor, in what came from the source and in the padding, where there is some."""
-    entries, start = c.header(name)
+    entries, start = c.entries(name)
     raw = (c.out / name).read_bytes()
     for tensor, e in entries.items():
         begin, end = (start + x for x in e["data_offsets"])
@@ -102,7 +102,7 @@ def tensor_mutations(c: Converted, rng: random.Random, name: str, count: int) ->
         kind = "scale" if "scale" in tensor.rpartition(".")[2] else "weight"
         for _ in range(min(count, end - begin)):
             at = rng.randrange(begin, end)
-            new = flip(raw, at, rng)
+            new = flipped(raw, at, rng)
             same_number = kind == "weight" and {raw[at], new[0]} == ZEROS
             yield Mutation(f"{sort} {kind}", name, at, new, sort == "sidecar" and not same_number)
         if tensor in c.claims.padded:
@@ -112,12 +112,12 @@ def tensor_mutations(c: Converted, rng: random.Random, name: str, count: int) ->
             for _ in range(2):
                 r, col = (rng.randrange(rows), rng.randrange(real_row, row)) if real_row < row else (rng.randrange(old[0], rows), 0)
                 at = begin + r * row + col
-                yield Mutation(f"{sort} {kind} padding", name, at, flip(raw, at, rng))
+                yield Mutation(f"{sort} {kind} padding", name, at, flipped(raw, at, rng))
 
 
 def swap_mutations(c: Converted, rng: random.Random) -> Iterator[Mutation]:
     """Rows, gate and up, scale words and columns of the kernel layout, exchanged."""
-    entries, start = c.header(SIDECAR)
+    entries, start = c.entries(SIDECAR)
     raw = (c.out / SIDECAR).read_bytes()
 
     def exchange(region: str, a: int, b: int, size: int) -> Iterator[Mutation]:
@@ -154,7 +154,7 @@ def swap_mutations(c: Converted, rng: random.Random) -> Iterator[Mutation]:
 def main_swaps(c: Converted, rng: random.Random) -> Iterator[Mutation]:
     """Whole tensors, and rows, of the standard layout exchanged: gate and up of one expert, two experts, two rows."""
     for name in sorted(p.name for p in c.out.glob("*.safetensors")):
-        entries, start = c.header(name)
+        entries, start = c.entries(name)
         raw = (c.out / name).read_bytes()
         for tensor, e in entries.items():
             begin, end = (start + x for x in e["data_offsets"])
@@ -175,10 +175,10 @@ def main_swaps(c: Converted, rng: random.Random) -> Iterator[Mutation]:
 
 def header_mutations(c: Converted, rng: random.Random) -> Iterator[Mutation]:
     for name in [*sorted(p.name for p in c.out.glob("*.safetensors")), SIDECAR]:
-        entries, start = c.header(name)
+        entries, start = c.entries(name)
         raw = (c.out / name).read_bytes()
         for at in (*range(8), *(rng.randrange(8, start) for _ in range(8))):
-            yield Mutation("header", name, at, flip(raw, at, rng))
+            yield Mutation("header", name, at, flipped(raw, at, rng))
         yield Mutation("truncated shard", name, 0, raw[:-1], whole=True)
         yield Mutation("longer shard", name, 0, raw + b"\0", whole=True)
         names = sorted(entries)
@@ -195,7 +195,7 @@ def text_mutations(c: Converted, rng: random.Random) -> Iterator[Mutation]:
         region = {"config.json": "config", "fse/manifest.json": "manifest"}.get(name, "index" if "index" in name else "other file")
         for _ in range({"manifest": 50, "index": 20, "config": 20}.get(region, 4)):
             at = rng.randrange(len(raw))
-            yield Mutation(region, name, at, flip(raw, at, rng))
+            yield Mutation(region, name, at, flipped(raw, at, rng))
         yield Mutation(region, name, 0, raw + b"\n", whole=True)
         yield Mutation(region, name, 0, None)
         if path.suffix == ".json":
@@ -241,23 +241,23 @@ def mutations(c: Converted) -> list[Mutation]:
     return found
 
 
-def test_every_mutation_is_caught(converted: Converted, capsys: pytest.CaptureFixture[str]) -> None:
-    assert level_1(converted)
-    assert level_2(converted)
-    assert alone(converted)
-    todo = mutations(converted)
+def test_every_mutation_is_caught(finished: Converted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert level_1(finished)
+    assert level_2(finished)
+    assert alone(finished)
+    todo = mutations(finished)
     missed: list[tuple[int, Mutation]] = []
     numbers = 0
     for i, m in enumerate(todo):
-        undo = apply(converted, m)
+        undo = apply(finished, m)
         try:
-            if level_1(converted):
+            if level_1(finished):
                 missed.append((1, m))
-            if i % 8 == 0 and alone(converted):
+            if i % 8 == 0 and alone(finished):
                 missed.append((0, m))
             if m.changes_numbers:
                 numbers += 1
-                if level_2(converted):
+                if level_2(finished):
                     missed.append((2, m))
         finally:
             undo()
@@ -266,6 +266,6 @@ def test_every_mutation_is_caught(converted: Converted, capsys: pytest.CaptureFi
         listed = ", ".join(f"{n} {region}" for region, n in sorted(regions.items()))
         print(f"\n{len(todo)} mutations, {numbers} of them change numbers, {len(missed)} missed: {listed}")
     assert not missed
-    assert level_1(converted)
+    assert level_1(finished)
     assert len(todo) >= 300
     assert numbers >= 100

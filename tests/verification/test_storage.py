@@ -1,4 +1,4 @@
-"""Level 1: the kernel's addresses, whole outputs of every kind, and what a mismatch says."""
+"""Level 1: whole outputs of every kind, and what a mismatch says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import xxhash
 
 import fse_convert
@@ -20,7 +19,8 @@ from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.servers.targets import find_target
 from fse_convert.sidecar.claims import parse_claims, read_claims
-from fse_convert.verification import addresses, passes, pieces, stream
+from fse_convert.testing.patch import edit_index, find, poke, read_header, write_shard
+from fse_convert.verification import passes, pieces, stream
 from fse_convert.verification.expected import open_source
 from fse_convert.verification.findings import LIMIT, Level, StorageResult
 from fse_convert.verification.storage import prove_alone, prove_storage
@@ -43,106 +43,11 @@ def prove(root: Path, out: Path, **how: Any) -> StorageResult:
     return prove_storage(open_source(LocalFolder(root)), folder, read_claims(folder), **how)
 
 
-def header(path: Path) -> tuple[dict[str, Any], int]:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), 8 + length
-
-
-def place(out: Path, tensor: str) -> tuple[Path, int, dict[str, Any]]:
-    """The file that holds a tensor, the offset of its first byte, and its entry."""
-    for path in out.rglob("*.safetensors"):
-        entries, start = header(path)
-        if tensor in entries:
-            return path, start + entries[tensor]["data_offsets"][0], entries[tensor]
-    raise KeyError(tensor)
-
-
-def poke(path: Path, offset: int, value: int) -> int:
-    with path.open("r+b") as f:
-        f.seek(offset)
-        before = f.read(1)[0]
-        f.seek(offset)
-        f.write(bytes([value]))
-    return before
-
-
-# Addresses, against the published formulas written out the other way: from logical rows to physical ones.
-
-
-def test_l1_weight_rows_undo_the_interleaving() -> None:
-    r = torch.arange(384)
-    for half, physical in ((0, 16 * (r // 8) + r % 8), (1, 16 * (r // 8) + 8 + r % 8)):
-        found_half, found_row = addresses.l1_weight_rows(physical)
-        assert (found_half == half).all()
-        assert torch.equal(found_row, r)
-
-
-def test_l1_scale_rows_undo_interleaving_and_utccp() -> None:
-    r = torch.arange(2304)
-    physical = []
-    for half in (0, 1):
-        p = 128 * (r // 64) + 64 * ((r // 8) % 2) + 32 * half + 4 * (r % 8) + (r % 64) // 16
-        found_half, found_row = addresses.l1_scale_rows(p)
-        assert (found_half == half).all()
-        assert torch.equal(found_row, r)
-        physical.append(p)
-    assert torch.equal(torch.cat(physical).sort().values, torch.arange(2 * 2304))
-
-
-def test_l2_scale_rows_undo_utccp() -> None:
-    n = torch.arange(5120)
-    assert torch.equal(addresses.l2_scale_rows(128 * (n // 128) + 4 * (n % 32) + (n % 128) // 32), n)
-
-
-@pytest.mark.parametrize("block", [(32, 32), (128, 128), (1, 32), (64, 96)])
-def test_scale_bytes_are_where_the_kernel_looks(block: tuple[int, int]) -> None:
-    hidden, width, padded = 256, 160, 256
-    generator = torch.Generator().manual_seed(0)
-    bm, bk = block
-
-    def scales(n: int, k: int) -> addresses.BlockScales:
-        shape = (-(-n // bm), -(-k // bk))
-        return addresses.BlockScales(torch.randint(0, 255, shape, generator=generator, dtype=torch.uint8), block, (n, k))
-
-    gate, up, down = scales(width, hidden), scales(width, hidden), scales(hidden, width)
-    l1 = addresses.l1_scale_bytes(gate, up, padded, range(hidden // 128)).flatten()
-    l2 = addresses.l2_scale_bytes(down, range(padded // 128)).flatten()
-    expected_l1, expected_l2 = torch.full_like(l1, 0xEE), torch.full_like(l2, 0xEE)
-    for half, s in enumerate((gate, up)):
-        for r in range(padded):
-            p = 128 * (r // 64) + 64 * ((r // 8) % 2) + 32 * half + 4 * (r % 8) + (r % 64) // 16
-            for g in range(hidden // 32):
-                value = s.codes[r // bm, 32 * g // bk] if r < width else 0x7F
-                expected_l1[4 * ((g // 4) * 2 * padded + p) + g % 4] = value
-    for n in range(hidden):
-        p = 128 * (n // 128) + 4 * (n % 32) + (n % 128) // 32
-        for g in range(padded // 32):
-            value = down.codes[n // bm, 32 * g // bk] if 32 * g < width else 0x7F
-            expected_l2[4 * ((g // 4) * hidden + p) + g % 4] = value
-    assert torch.equal(l1, expected_l1)
-    assert torch.equal(l2, expected_l2)
-
-
-def test_exponents_take_powers_of_two_only() -> None:
-    def raw(*values: float) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.float32).view(torch.uint8).view(1, -1)
-
-    good = addresses.exponents(raw(1.0, 2.0, 2.0**-126, 2.0**127))
-    assert good is not None
-    assert good.tolist() == [[127, 128, 1, 254]]
-    for bad in (0.0, -1.0, 1.5, 2.0**-127, float("inf"), float("nan"), -0.0):
-        assert addresses.exponents(raw(1.0, bad)) is None
-
-
 def test_imports_nothing_of_the_writer() -> None:
     code = "import sys, fse_convert.verification.storage; print(*sorted(m for m in sys.modules if m.startswith('fse_convert')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     writer = {"fse_convert." + m for m in ("layout.megamoe", "layout.padding", "layout.ue8m0", "rewrite", "convert")}
     assert not writer & set(loaded)
-
-
-# Whole outputs.
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,7 +56,7 @@ def test_proves_an_output_of_every_kind(kind: str, made: Make, tmp_path: Path) -
     out = output(root, tmp_path / "out", level=Level.NONE)
     result = prove(root, out)
     assert result.passed, [str(m) for m in result.findings.listed]
-    names = {n for p in root.glob("*.safetensors") for n in header(p)[0]} - {"__metadata__"}
+    names = {n for p in root.glob("*.safetensors") for n in read_header(p)[0]} - {"__metadata__"}
     kernel = sum(n.endswith(("_weight", "_weight_scale")) for n in result.tensors if ".shared_l" in n)
     assert result.coverage.tensors["unchanged"] + result.coverage.tensors["padded"] == len(names)
     assert result.coverage.tensors["kernel"] == kernel
@@ -200,14 +105,15 @@ def test_pieces_may_end_anywhere(made: Make, tmp_path: Path, monkeypatch: pytest
     assert small.files == whole.files
     assert small.coverage == whole.coverage
     name = "mtp.0.ffn.experts.shared_l1_weight"
-    path, offset, entry = place(out, name)
-    data = path.read_bytes()[offset : offset + entry["data_offsets"][1] - entry["data_offsets"][0]]
+    path, offset, entry = find(out, name)
+    start, end = entry["data_offsets"]
+    data = path.read_bytes()[offset : offset + end - start]
     assert small.tensors[name] == xxhash.xxh3_128_hexdigest(data)
     for at in (0, 10_006, 10_007, 2 * 512 * 512 - 1):
-        before = poke(path, offset + at, data[at] ^ 1)
+        before = poke(out, name, at, bytes([data[at] ^ 1]))
         found = prove(root, out).findings.listed[0]
         assert (found.tensor, found.offset, found.count) == (name, offset + at, 1)
-        poke(path, offset + at, before)
+        poke(out, name, at, before)
 
 
 def test_empty_and_scalar_tensors_have_digests(source: Make, tmp_path: Path) -> None:
@@ -217,11 +123,8 @@ def test_empty_and_scalar_tensors_have_digests(source: Make, tmp_path: Path) -> 
         "b.scalar": {"dtype": "BF16", "shape": [], "data_offsets": [0, 2]},
         "c.empty": {"dtype": "I64", "shape": [2, 0], "data_offsets": [2, 2]},
     }
-    text = json.dumps(entries).encode()
-    (root / "model-00099.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\x01\x02")
-    index = json.loads((root / "model.safetensors.index.json").read_text())
-    index["weight_map"] |= dict.fromkeys(entries, "model-00099.safetensors")
-    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_shard(root / "model-00099.safetensors", entries, b"\x01\x02")
+    edit_index(root, lambda index: index["weight_map"].update(dict.fromkeys(entries, "model-00099.safetensors")))
     out = output(root, tmp_path / "out")
     result = prove(root, out)
     assert result.passed
@@ -232,9 +135,6 @@ def test_empty_and_scalar_tensors_have_digests(source: Make, tmp_path: Path) -> 
     }
 
 
-# What a mismatch says.
-
-
 @pytest.fixture
 def pair(made: Make, tmp_path: Path) -> tuple[Path, Path]:
     root = made("v4.1-flash", layers=1, experts=1)
@@ -243,11 +143,11 @@ def pair(made: Make, tmp_path: Path) -> tuple[Path, Path]:
 
 def test_names_tensor_file_offset_expected_and_found(pair: tuple[Path, Path]) -> None:
     root, out = pair
-    path, offset, _ = place(out, "layers.0.ffn.shared_experts.w1.weight")
-    source, source_offset, _ = place(root, "layers.0.ffn.shared_experts.w1.weight")
+    path, offset, _ = find(out, "layers.0.ffn.shared_experts.w1.weight")
+    source, source_offset, _ = find(root, "layers.0.ffn.shared_experts.w1.weight")
     at = 5 * 512 + 7
     expected = source.read_bytes()[source_offset + at]
-    poke(path, offset + at, expected ^ 0x81)
+    poke(out, "layers.0.ffn.shared_experts.w1.weight", at, bytes([expected ^ 0x81]))
     result = prove(root, out)
     first = result.findings.listed[0]
     assert first.code == "bytes"
@@ -271,8 +171,8 @@ def test_names_tensor_file_offset_expected_and_found(pair: tuple[Path, Path]) ->
 )
 def test_tells_padding_apart(tensor: str, at: int, fill: int, pair: tuple[Path, Path]) -> None:
     root, out = pair
-    path, offset, _ = place(out, tensor)
-    assert poke(path, offset + at, 0x33) == fill
+    offset = find(out, tensor).offset
+    assert poke(out, tensor, at, b"\x33") == bytes([fill])
     found = prove(root, out).findings.listed[0]
     assert (found.code, found.tensor, found.offset, found.expected, found.found) == (
         "padding",
@@ -286,7 +186,7 @@ def test_tells_padding_apart(tensor: str, at: int, fill: int, pair: tuple[Path, 
 def test_lists_some_mismatches_and_counts_all(pair: tuple[Path, Path]) -> None:
     root, out = pair
     for path in out.glob("*.safetensors"):
-        _, start = header(path)
+        _, start = read_header(path)
         raw = bytearray(path.read_bytes())
         raw[start:] = bytes(b ^ 0xFF for b in raw[start:])
         path.write_bytes(raw)
@@ -384,7 +284,7 @@ def test_a_sample_is_repeatable_and_says_so(pair: tuple[Path, Path]) -> None:
     assert all(first.coverage.tensors.values())
     assert first.of_tensors > 7
     assert not any(n.endswith(".safetensors") for n in first.files)
-    poke(*place(out, next(iter(first.tensors)))[:2], 0xEE)
+    poke(out, next(iter(first.tensors)), 0, b"\xee")
     assert not prove(root, out, sample=7).passed
     everything = prove(root, out, sample=10_000)
     assert everything.coverage.compared == everything.of_tensors
@@ -394,12 +294,11 @@ def test_a_sample_is_repeatable_and_says_so(pair: tuple[Path, Path]) -> None:
 def test_proves_the_published_width(made: Make, tmp_path: Path) -> None:
     root = made("v4.1-flash", hidden=5120, width=2304, layers=1, experts=1, mtp=0)
     out = output(root, tmp_path / "out", level=Level.NUMERICS)
-    entry = place(out, "layers.0.ffn.experts.shared_l1_weight")[2]
+    entry = find(out, "layers.0.ffn.experts.shared_l1_weight").entry
     assert entry["shape"] == [5120, 5120]
     result = prove(root, out)
     assert result.passed
-    path, offset, _ = place(out, "layers.0.ffn.experts.shared_l1_weight_scale")
-    poke(path, offset + 4 * 5120 * 39 + 5, 0x80)
+    poke(out, "layers.0.ffn.experts.shared_l1_weight_scale", 4 * 5120 * 39 + 5, b"\x80")
     assert prove(root, out).findings.listed[0].tensor == "layers.0.ffn.experts.shared_l1_weight_scale"
 
 

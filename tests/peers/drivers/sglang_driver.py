@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import sglang_host as host
 import torch
+
+from tests.peers.drivers import sglang_host as host
 
 DRAFTS = {"nextn": {"is_draft_model": True}, "dspark": {"is_draft_model": True, "speculative_algorithm": "DSPARK"}}
 TARGETS = {

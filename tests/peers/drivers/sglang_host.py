@@ -16,14 +16,13 @@ from types import ModuleType, SimpleNamespace
 
 os.environ.setdefault("SGLANG_OPT_USE_TILELANG_MHC_PRE", "0")  # a kernel that is compiled at load
 warnings.simplefilter("ignore")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import published  # noqa: E402
 import torch  # noqa: E402
-import wheels  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from tests.peers import published, wheels  # noqa: E402
 
 _library = torch.library.Library("torchvision", "DEF")  # its wheel's operators are compiled for CUDA
 _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

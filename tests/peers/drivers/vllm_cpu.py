@@ -27,9 +27,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 os.environ.update(ENVIRONMENT)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `published`
 
-import published  # noqa: E402
 import torch  # noqa: E402
 import vllm  # noqa: E402
 import vllm.model_executor.layers.quantization as quantization  # noqa: E402
@@ -41,6 +39,8 @@ from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
 from vllm.model_executor.model_loader import utils as loader_utils  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+
+from tests.peers import published  # noqa: E402
 
 MODELS = {
     "v4": ("deepseek_v4.nvidia.model", "DeepseekV4ForCausalLM"),

@@ -107,9 +107,8 @@ class _Shard:
 READS = Reads()
 safetensors.safe_open = safetensors.torch.safe_open = READS  # before vLLM imports it by name
 
-import vllm_cpu  # noqa: E402
-
 from fse_convert.serving.vllm import register  # noqa: E402
+from tests.peers.drivers import vllm_cpu  # noqa: E402
 
 
 class Log(logging.Handler):

@@ -1,18 +1,19 @@
-"""The kinds of checkpoint that make_checkpoint.py synthesises, as data: names, dtypes, shapes, and published configs.
+"""Kinds of checkpoint that `make_checkpoint` writes, as data: names, dtypes and shapes of their tensors, and published configs.
 
-A kind is a function that lists its tensors by shard (DeepSeek V4, V4.1 or V3), a storage format for each sort of
-matrix, and the published config.json. Every dimension of a tensor is read from the config.
+A kind is a function that lists its tensors by shard (DeepSeek V4, V4.1 or V3), a storage format for each sort of matrix, and the
+published config.json (configs.json holds them as published). Every dimension of a tensor is read from the config.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
+CONFIGS: Mapping[str, dict[str, Any]] = json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8"))
+"""Published config.json files, parts of some, and the sizes of a demonstration; keys that depend on the knobs are empty."""
 HC = 4  # residual streams (hc_mult)
 HC_MIX = (2 + HC) * HC
 PATCH = 3 * 14 * 14  # values of an image patch; an aligner joins 3x3 of them
@@ -40,6 +41,10 @@ class Part(NamedTuple):
     block: tuple[int, ...]
     tied: bool = False  # gate and up have the same value
 
+    def shape(self, rows: int, cols: int) -> tuple[int, ...]:
+        """Return the shape for a matrix [rows, cols]; a partial block counts as one."""
+        return tuple(-(-size // block) for size, block in zip((rows, cols), self.block, strict=False))
+
 
 class Storage(NamedTuple):
     """The format of each sort of matrix; empty: as in the decoder layers."""
@@ -60,8 +65,8 @@ class Spec:
     mtp: int
     mtp_experts: int
     power_of_two: bool = False  # of F32 scales
-    seed: int = 0
     shard_size: int | None = None
+    seed: int = 0
     single_file: bool = False
     sparse: bool = False
     header_metadata: bool = True
@@ -74,7 +79,7 @@ class Spec:
     @property
     def text(self) -> Mapping[str, Any]:
         """The language model's part of the config."""
-        return text_of(self.config)
+        return self.config.get("text_config", self.config)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,7 @@ class Kind:
     power_of_two: bool = False
     real_mtp: int = 0  # MTP layers in the files, where the config says another number
     demo_experts: int = 8
-
-
-def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config."""
-    return config.get("text_config", config)  # type: ignore[no-any-return]
+    quantization: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None  # of a text config and MTP layers
 
 
 def _fp8(scale: str, block: tuple[int, int], dtype: str = "F8_E8M0") -> tuple[Part, ...]:
@@ -106,11 +107,11 @@ FORMATS: Mapping[str, tuple[Part, ...]] = {
     "fp8-128": _fp8("scale", (128, 128)),
     "fp8-32": _fp8("scale", (32, 32)),
     "fp8-row32": _fp8("scale", (1, 32)),
-    "fp8-128-f32": _fp8("scale", (128, 128), "F32"),
-    "fp8-128-inv": _fp8("weight_scale_inv", (128, 128), "F32"),
+    "fp8-128-f32": _fp8("weight_scale_inv", (128, 128), "F32"),
+    "fp8-128-f32-scale": _fp8("scale", (128, 128), "F32"),
     "fp8-128-quark": _fp8("weight_scale", (128, 128)),
     "mxfp4": (Part("weight", "I8", "fp4", (1, 2)), Part("scale", "F8_E8M0", "e8m0-of-fp4", (1, 32))),
-    "mxfp4-quark": (Part("weight", "U8", "fp4", (1, 2)), Part("weight_scale", "U8", "e8m0-of-fp4", (1, 32))),
+    "mxfp4-u8": (Part("weight", "U8", "fp4", (1, 2)), Part("weight_scale", "U8", "e8m0-of-fp4", (1, 32))),
     "nvfp4": (
         Part("weight", "U8", "fp4", (1, 2)),
         Part("weight_scale", "F8_E4M3", "e4m3-scale", (1, 16)),
@@ -120,39 +121,35 @@ FORMATS: Mapping[str, tuple[Part, ...]] = {
 }
 
 
-# Tensors: one generator for each piece of a model. `c` is the language model's config.
-
-
-def linear(spec: Spec, storage: str, prefix: str, rows: int, cols: int) -> Iterator[Entry]:
-    """The stored tensors of the matrix `prefix` [rows, cols]; a partial block counts as one."""
-    for part in FORMATS[storage]:
+def linear(spec: Spec, prefix: str, rows: int, cols: int, storage: str = "") -> Iterator[Entry]:
+    """Yield the stored tensors of the matrix `prefix` [rows, cols], by default in the format of the attention."""
+    for part in FORMATS[storage or spec.traits.storage.linear]:
         fill = "f32-scale-pow2" if part.fill == "f32-scale" and spec.power_of_two else part.fill
-        shape = tuple(-(-size // block) for size, block in zip((rows, cols), part.block, strict=False))
         stream = prefix.removesuffix("w3") + "w1" if part.tied and prefix.endswith("w3") else prefix
-        yield Entry(f"{prefix}.{part.suffix}", part.dtype, shape, fill, f"{stream}.{part.suffix}")
+        yield Entry(f"{prefix}.{part.suffix}", part.dtype, part.shape(rows, cols), fill, f"{stream}.{part.suffix}")
 
 
 def mlp(spec: Spec, storage: str, prefix: str, width: int, names: str = "w1 w2 w3") -> Iterator[Entry]:
-    """Gate and up [width, hidden], down [hidden, width]; `names` are those of gate, down, up."""
+    """Yield gate and up [width, hidden], down [hidden, width]; `names` are those of gate, down, up."""
     gate, down, up = (f"{prefix}.{name}" for name in names.split())
     hidden = spec.text["hidden_size"]
-    yield from linear(spec, storage, gate, width, hidden)
-    yield from linear(spec, storage, down, hidden, width)
-    yield from linear(spec, storage, up, width, hidden)
+    yield from linear(spec, gate, width, hidden, storage)
+    yield from linear(spec, down, hidden, width, storage)
+    yield from linear(spec, up, width, hidden, storage)
 
 
 def plain(name: str, *shape: int, dtype: str = "BF16", fill: str = "") -> Entry:
-    """A tensor that is never quantised; norms are near one."""
+    """Return a tensor that is never quantised; norms are near one."""
     return Entry(name, dtype, shape, fill or ("unit-" if "norm" in name else "normal-") + dtype.lower(), name)
 
 
 def experts(spec: Spec, mtp: bool) -> int:
-    """Routed experts of a decoder or of an MTP layer."""
+    """Return the number of routed experts of a decoder or of an MTP layer."""
     return spec.mtp_experts if mtp else int(spec.text["n_routed_experts"])
 
 
 def moe(spec: Spec, prefix: str, *, mtp: bool, names: str = "w1 w2 w3") -> Iterator[Entry]:
-    """The router's matrix, the routed experts, and the shared ones as one MLP of `n_shared_experts` times the width."""
+    """Yield the router's matrix, the routed experts, and the shared ones as one MLP of `n_shared_experts` times the width."""
     c, formats = spec.text, spec.traits.storage
     width, shared = c["moe_intermediate_size"], c["n_shared_experts"]
     routed_format = (mtp and formats.mtp_routed) or formats.routed
@@ -165,17 +162,14 @@ def moe(spec: Spec, prefix: str, *, mtp: bool, names: str = "w1 w2 w3") -> Itera
 
 
 def v4_layer(spec: Spec, prefix: str, *, mtp: bool) -> Iterator[Entry]:
-    """What a V4 and a V4.1 layer have in common: attention, hyper-connections, experts."""
+    """Yield what a V4 and a V4.1 layer have in common: attention, hyper-connections, experts."""
     c, attn = spec.text, f"{prefix}.attn"
     hidden, queries, out = c["hidden_size"], c["num_attention_heads"] * c["head_dim"], c["o_groups"] * c["o_lora_rank"]
-    for name, rows, cols in (
-        ("wq_a", c["q_lora_rank"], hidden),
-        ("wq_b", queries, c["q_lora_rank"]),
-        ("wkv", c["head_dim"], hidden),
-        ("wo_a", out, queries // c["o_groups"]),
-        ("wo_b", hidden, out),
-    ):
-        yield from linear(spec, spec.traits.storage.linear, f"{attn}.{name}", rows, cols)
+    yield from linear(spec, f"{attn}.wq_a", c["q_lora_rank"], hidden)
+    yield from linear(spec, f"{attn}.wq_b", queries, c["q_lora_rank"])
+    yield from linear(spec, f"{attn}.wkv", c["head_dim"], hidden)
+    yield from linear(spec, f"{attn}.wo_a", out, queries // c["o_groups"])
+    yield from linear(spec, f"{attn}.wo_b", hidden, out)
     yield plain(f"{attn}.q_norm.weight", c["q_lora_rank"])
     yield plain(f"{attn}.kv_norm.weight", c["head_dim"])
     yield plain(f"{attn}.attn_sink", c["num_attention_heads"], dtype="F32")
@@ -188,14 +182,14 @@ def v4_layer(spec: Spec, prefix: str, *, mtp: bool) -> Iterator[Entry]:
 
 
 def hc_head(prefix: str, hidden: int) -> Iterator[Entry]:
-    """V4 merges the residual streams before every head."""
+    """Yield what merges V4's residual streams before every head."""
     yield plain(f"{prefix}hc_head_fn", HC, HC * hidden, dtype="F32")
     yield plain(f"{prefix}hc_head_base", HC, dtype="F32")
     yield plain(f"{prefix}hc_head_scale", 1, dtype="F32")
 
 
 def compressor(prefix: str, ratio: int, dim: int, hidden: int) -> Iterator[Entry]:
-    """V4's KV compressor; at ratio 4 its windows overlap and it has twice the channels."""
+    """Yield V4's KV compressor; at ratio 4 its windows overlap and it has twice the channels."""
     channels = dim * (2 if ratio == 4 else 1)
     yield plain(f"{prefix}.ape", ratio, channels, dtype="F32")
     yield plain(f"{prefix}.wkv.weight", channels, hidden)
@@ -204,24 +198,22 @@ def compressor(prefix: str, ratio: int, dim: int, hidden: int) -> Iterator[Entry
 
 
 def indexer(spec: Spec, prefix: str) -> Iterator[Entry]:
-    """The part of an indexer that V4 and V4.1 have in common."""
+    """Yield the part of an indexer that V4 and V4.1 have in common."""
     c = spec.text
-    yield from linear(
-        spec, spec.traits.storage.linear, f"{prefix}.wq_b", c["index_n_heads"] * c["index_head_dim"], c["q_lora_rank"]
-    )
+    yield from linear(spec, f"{prefix}.wq_b", c["index_n_heads"] * c["index_head_dim"], c["q_lora_rank"])
     yield plain(f"{prefix}.weights_proj.weight", c["index_n_heads"], c["hidden_size"])
 
 
 def draft(spec: Spec, stage: int) -> Iterator[Entry]:
-    """What an MTP layer has beyond a decoder layer; a DSpark drafter has it at its first and last stage."""
+    """Yield what an MTP layer has beyond a decoder layer; a DSpark drafter has it at its first and last stage."""
     c, prefix, last = spec.text, f"mtp.{stage}", not spec.traits.dspark or stage == spec.mtp - 1
-    hidden, store, v4 = c["hidden_size"], spec.traits.storage.linear, spec.traits.groups is v4_groups
+    hidden, v4 = c["hidden_size"], spec.traits.groups is v4_groups
     if not spec.traits.dspark:
         for side in ("e", "h"):
-            yield from linear(spec, store, f"{prefix}.{side}_proj", hidden, hidden)
+            yield from linear(spec, f"{prefix}.{side}_proj", hidden, hidden)
             yield plain(f"{prefix}.{side}norm.weight", hidden)
     elif stage == 0:
-        yield from linear(spec, store, f"{prefix}.main_proj", hidden, len(c["dspark_target_layer_ids"]) * hidden)
+        yield from linear(spec, f"{prefix}.main_proj", hidden, len(c["dspark_target_layer_ids"]) * hidden)
         yield plain(f"{prefix}.main_norm.weight", hidden)
     if spec.traits.dspark and last:
         for name in ("markov_w1", "markov_w2") if v4 else ("embed", "head"):
@@ -234,7 +226,7 @@ def draft(spec: Spec, stage: int) -> Iterator[Entry]:
 
 
 def v4_groups(spec: Spec) -> Iterator[Group]:
-    """V4 by shard: embedding, one decoder layer each, head, one MTP layer each."""
+    """Yield V4 by shard: embedding, one decoder layer each, head, one MTP layer each."""
     c = spec.text
     hidden, routed = c["hidden_size"], c["n_routed_experts"]
     yield [plain("embed.weight", c["vocab_size"], hidden)]
@@ -259,7 +251,7 @@ def v4_groups(spec: Spec) -> Iterator[Group]:
 
 
 def v41_layer(spec: Spec, prefix: str, *, mtp: bool) -> Iterator[Entry]:
-    """A V4.1 layer: every router has two biases, and few layers own a KV compressor or an indexer."""
+    """Yield a V4.1 layer: every router has two biases, and few layers own a KV compressor or an indexer."""
     c, attn, layer = spec.text, f"{prefix}.attn", -1 if mtp else int(prefix.rpartition(".")[2])
     yield from v4_layer(spec, prefix, mtp=mtp)
     for name in ("bias", "bias_vl"):
@@ -276,15 +268,15 @@ def v41_layer(spec: Spec, prefix: str, *, mtp: bool) -> Iterator[Entry]:
 
 
 def vision(spec: Spec) -> Iterator[Entry]:
-    """The vision tower and its aligner, in BF16."""
+    """Yield the vision tower and its aligner, in BF16."""
     v, hidden = spec.config["vision_config"], spec.text["hidden_size"]
     dim, width = v["hidden_size"], v["intermediate_size"]
     yield plain("vision.patch_embed.proj.weight", dim, PATCH)
     yield plain("vision.patch_embed.proj.bias", dim)
     for block in range(v["num_hidden_layers"]):
         prefix = f"vision.blocks.{block}"
-        for name, rows, cols in (("wqkv", 3 * dim, dim), ("wo", dim, dim)):
-            yield plain(f"{prefix}.attn.{name}.weight", rows, cols)
+        for name, rows in (("wqkv", 3 * dim), ("wo", dim)):
+            yield plain(f"{prefix}.attn.{name}.weight", rows, dim)
             yield plain(f"{prefix}.attn.{name}.bias", rows)
         yield plain(f"{prefix}.mlp.w1.weight", 2 * width, dim)
         yield plain(f"{prefix}.mlp.w2.weight", dim, width)
@@ -297,7 +289,7 @@ def vision(spec: Spec) -> Iterator[Entry]:
 
 
 def v41_groups(spec: Spec) -> Iterator[Group]:
-    """V4.1 by shard: vision, embedding, decoder layers, head, MTP layers, then the engrams, away from their layers."""
+    """Yield V4.1 by shard: vision, embedding, decoder layers, head, MTP layers, then the engrams, away from their layers."""
     c = spec.text
     hidden, vocab = c["hidden_size"], c["vocab_size"]
     yield list(vision(spec))
@@ -311,42 +303,34 @@ def v41_groups(spec: Spec) -> Iterator[Group]:
     for layer, rows in zip(c["engram_layer_ids"], c["engram_num_embeddings"], strict=True):
         prefix = f"layers.{layer}.engram"
         yield (
-            *linear(spec, "fp8-row32", f"{prefix}.embed", rows, c["engram_head_dim"]),
-            *linear(spec, spec.traits.storage.linear, f"{prefix}.wkv", (HC + 1) * hidden, looked_up),
+            *linear(spec, f"{prefix}.embed", rows, c["engram_head_dim"], "fp8-row32"),
+            *linear(spec, f"{prefix}.wkv", (HC + 1) * hidden, looked_up),
             *(plain(f"{prefix}.{side}_weight", HC, hidden) for side in ("q", "k")),
         )
 
 
 def v3_layer(spec: Spec, layer: int, *, mtp: bool) -> Iterator[Entry]:
-    """A V3 layer: multi-head latent attention, then a dense MLP or the experts."""
-    c, prefix, names, storage = (
-        spec.text,
-        f"model.layers.{layer}",
-        "gate_proj down_proj up_proj",
-        spec.traits.storage.linear,
-    )
+    """Yield a V3 layer: multi-head latent attention, then a dense MLP or the experts."""
+    c, prefix, names = spec.text, f"model.layers.{layer}", "gate_proj down_proj up_proj"
     attn, hidden, heads, rank = f"{prefix}.self_attn", c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
-    for name, rows, cols in (
-        ("q_a_proj", c["q_lora_rank"], hidden),
-        ("q_b_proj", heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]), c["q_lora_rank"]),
-        ("kv_a_proj_with_mqa", rank + c["qk_rope_head_dim"], hidden),
-        ("kv_b_proj", heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank),
-        ("o_proj", hidden, heads * c["v_head_dim"]),
-    ):
-        yield from linear(spec, storage, f"{attn}.{name}", rows, cols)
+    yield from linear(spec, f"{attn}.q_a_proj", c["q_lora_rank"], hidden)
+    yield from linear(spec, f"{attn}.q_b_proj", heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]), c["q_lora_rank"])
+    yield from linear(spec, f"{attn}.kv_a_proj_with_mqa", rank + c["qk_rope_head_dim"], hidden)
+    yield from linear(spec, f"{attn}.kv_b_proj", heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank)
+    yield from linear(spec, f"{attn}.o_proj", hidden, heads * c["v_head_dim"])
     yield plain(f"{attn}.q_a_layernorm.weight", c["q_lora_rank"])
     yield plain(f"{attn}.kv_a_layernorm.weight", rank)
     yield plain(f"{prefix}.input_layernorm.weight", hidden)
     yield plain(f"{prefix}.post_attention_layernorm.weight", hidden)
     if layer < c["first_k_dense_replace"]:
-        yield from mlp(spec, storage, f"{prefix}.mlp", c["intermediate_size"], names)
+        yield from mlp(spec, spec.traits.storage.linear, f"{prefix}.mlp", c["intermediate_size"], names)
     else:
         yield plain(f"{prefix}.mlp.gate.e_score_correction_bias", experts(spec, mtp), dtype="F32")
         yield from moe(spec, f"{prefix}.mlp", mtp=mtp, names=names)
 
 
 def v3_groups(spec: Spec) -> Iterator[Group]:
-    """V3: embedding, decoder layers, head, and the MTP layers under the numbers that follow."""
+    """Yield V3 by shard: embedding, decoder layers, head, and the MTP layers under the numbers that follow."""
     hidden, vocab, layers = (spec.text[key] for key in ("hidden_size", "vocab_size", "num_hidden_layers"))
     yield [plain("model.embed_tokens.weight", vocab, hidden)]
     for layer in range(layers):
@@ -360,99 +344,57 @@ def v3_groups(spec: Spec) -> Iterator[Group]:
         yield group
 
 
-# Published configs. What depends on the knobs is put in by make_checkpoint.py.
+def quark(_: Mapping[str, Any], mtp: int) -> dict[str, Any]:
+    """Return AMD Quark's config: MXFP4 everywhere, but for attention and the MTP layers' shared experts, which stay block FP8."""
+    mx, rest = CONFIGS["quark-mxfp4"], {"output_tensors": None, "bias": None, "target_device": None}
+    fp4 = {"input_tensors": mx | {"is_dynamic": True}, "weight": mx, **rest}
+    fp8 = {"input_tensors": mx | CONFIGS["quark-tokens"], "weight": mx | CONFIGS["quark-blocks"], **rest}
+    layers = {r"re:(layers|mtp)\.\d+\.attn\..*": fp8, r"re:mtp\.\d+\.[eh]_proj": fp8}
+    for stage in range(mtp):
+        layers |= {rf"re:mtp\.{stage}\.ffn\.experts\.\d+\.w{number}": fp4 for number in (1, 2, 3)}
+        layers |= {rf"re:mtp\.{stage}\.ffn\.shared_experts\.w{number}": fp8 for number in (1, 2, 3)}
+    return CONFIGS["quark"] | {"global_quant_config": fp4, "layer_quant_config": layers}
 
-_V4: dict[str, Any] = json.loads("""{
-"architectures": ["DeepseekV4ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0,
-"eos_token_id": 1, "expert_dtype": "fp4", "hc_eps": 1e-06, "hc_mult": 4, "hc_sinkhorn_iters": 20, "head_dim": 512,
-"hidden_act": "silu", "hidden_size": 4096, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 512,
-"initializer_range": 0.02, "max_position_embeddings": 1048576, "model_type": "deepseek_v4",
-"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true,
-"num_attention_heads": 64, "num_experts_per_tok": 6, "num_hidden_layers": 43, "num_hash_layers": 3,
-"num_key_value_heads": 1, "num_nextn_predict_layers": 1, "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024,
-"qk_rope_head_dim": 64, "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}, "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32,
-"beta_slow": 1, "factor": 16, "original_max_position_embeddings": 65536, "type": "yarn"}, "rope_theta": 10000,
-"routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "sliding_window": 128, "swiglu_limit": 10.0,
-"tie_word_embeddings": false, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.57.1",
-"use_cache": true, "vocab_size": 129280, "compress_rope_theta": 160000, "compress_ratios": []}""")
-_V4_PRO: dict[str, Any] = _V4 | json.loads("""{
-"hidden_size": 7168, "moe_intermediate_size": 3072, "n_routed_experts": 384, "num_hidden_layers": 61,
-"num_attention_heads": 128, "q_lora_rank": 1536, "o_groups": 16, "index_topk": 1024, "routed_scaling_factor": 2.5}""")
-_DSPARK: dict[str, Any] = json.loads("""{
-"dspark_block_size": 5, "dspark_noise_token_id": 128799, "dspark_target_layer_ids": [], "dspark_markov_rank": 256}""")
-_V41: dict[str, Any] = json.loads("""{
-"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "dtype": "bfloat16",
-"transformers_version": "5.6.0", "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "image_token_id": 129264,
-"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
-"scale_fmt": "ue8m0", "expert_dtype": "fp4"}, "text_config": {"model_type": "deepseek_v41_text", "vocab_size": 129280,
-"hidden_size": 5120, "moe_intermediate_size": 2304, "num_hidden_layers": 40, "num_attention_heads": 64,
-"num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1280, "o_lora_rank": 1024,
-"o_groups": 8, "hidden_act": "silu", "swiglu_limit": 10.0, "rms_norm_eps": 1e-20, "attention_bias": false,
-"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": true, "tie_word_embeddings": false,
-"max_position_embeddings": 1048576, "rope_theta": 10000, "rope_scaling": {"rope_type": "yarn", "factor": 16,
-"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}, "n_routed_experts": 384,
-"n_shared_experts": 1, "num_experts_per_tok": 6, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
-"norm_topk_prob": true, "routed_scaling_factor": 1.5, "sliding_window": 128, "compress_ratios": [],
-"compress_rope_theta": 160000, "kv_source_layer_ids": [2, 8, 14, 20],
-"index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36], "index_n_heads": 32, "index_head_dim": 128,
-"index_topk": 512, "candidate_source_layer_id": 20, "candidate_topk_blocks": 2048, "candidate_block_size": 8,
-"hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-06, "engram_layer_ids": [1, 14],
-"engram_num_embeddings": [384006168, 384016682], "engram_max_ngram_size": 4, "engram_vocab_size": 16000000,
-"engram_n_heads": 8, "engram_head_dim": 256, "engram_pad_token_id": 2, "engram_compressed_vocab_size": 99092,
-"num_nextn_predict_layers": 3, "dspark_block_size": 5, "dspark_noise_token_id": 128799,
-"dspark_target_layer_ids": [], "dspark_markov_rank": 256, "dspark_n_routed_experts": 128,
-"dspark_num_experts_per_tok": 3}, "vision_config": {"model_type": "deepseek_v41_vision", "num_hidden_layers": 32,
-"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 2816, "patch_size": 14, "rope_theta": 10000,
-"downsample_ratio": 3, "max_image_tokens": 1024, "min_pixels": 295936, "max_wh_ratio": null}}""")
-_V3: dict[str, Any] = json.loads("""{
-"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0,
-"eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
-"initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-"model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
-"n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 128,
-"num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config":
-{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
-"rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
-"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}, "rope_theta": 10000,
-"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": false, "topk_group": 4,
-"topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": true,
-"v_head_dim": 128, "vocab_size": 129280}""")
+
+def nvfp4(c: Mapping[str, Any], _: int) -> dict[str, Any]:
+    """Return NVIDIA ModelOpt's config: the decoder layers' routed experts in NVFP4, everything else as DeepSeek has it."""
+    names = (f"layers.{layer}.ffn.experts" for layer in range(c["num_hidden_layers"]))
+    return CONFIGS["nvfp4"] | {"quantized_layers": {name: {"quant_algo": "NVFP4", "group_size": 16} for name in names}}
+
+
+def compression(first: int) -> Callable[[int], int]:
+    """Return V4's KV compression by layer: that of the first two layers is given, then 4 and 128 take turns."""
+    return lambda layer: first if layer < 2 else (4, 128)[layer % 2]
 
 
 def _without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 
 
-def _csa(layer: int) -> int:
-    return 0 if layer < 2 else (4, 128)[layer % 2]
-
-
-def _csa_pro(layer: int) -> int:
-    return 128 if layer < 2 else (4, 128)[layer % 2]
+_V4, _V41 = CONFIGS["v4"], CONFIGS["v4.1"]
+_V4_PRO = _without(_V4 | CONFIGS["v4-pro"], "expert_dtype")
+_BF16 = _without(_V4, "quantization_config", "expert_dtype")
+_MX = Storage("mxfp4", "fp8-128", "fp8-128")
+_MX32 = Storage("mxfp4", "fp8-32", "fp8-32")
+_NV = Storage("nvfp4", "fp8-32", "fp8-32", mtp_routed="mxfp4")
+_QUARK = Storage("mxfp4-u8", "mxfp4-u8", "fp8-128-quark", mtp_shared="fp8-128-quark")
+_F32 = Storage("fp8-128-f32-scale", "fp8-128-f32-scale", "fp8-128-f32-scale")
+_INV = Storage("fp8-128-f32", "fp8-128-f32", "fp8-128-f32")
+_CSA = compression(0)
 
 
 def _csa2(layer: int) -> int:
     return 0 if layer < 2 else 2 if layer < 20 else 1
 
 
-_MX = Storage("mxfp4", "fp8-128", "fp8-128")
-_MX32 = Storage("mxfp4", "fp8-32", "fp8-32")
-_NV = Storage("nvfp4", "fp8-32", "fp8-32", mtp_routed="mxfp4")
-_QUARK = Storage("mxfp4-quark", "mxfp4-quark", "fp8-128-quark", mtp_shared="fp8-128-quark")
-_F32 = Storage("fp8-128-f32", "fp8-128-f32", "fp8-128-f32")
-_INV = Storage("fp8-128-inv", "fp8-128-inv", "fp8-128-inv")
-_BF16 = _without(_V4, "quantization_config", "expert_dtype")
-
 KINDS: Mapping[str, Kind] = {
-    "v4-flash": Kind(v4_groups, _V4, _MX, ratio=_csa),
-    "v4-flash-0731": Kind(v4_groups, _V4 | _DSPARK, _MX, ratio=_csa, dspark=True, real_mtp=3),
-    "v4-pro": Kind(v4_groups, _without(_V4_PRO, "expert_dtype"), _MX, ratio=_csa_pro, demo_experts=6),
-    "v4-flash-base": Kind(v4_groups, _V4 | {"expert_dtype": "fp8"}, _F32, ratio=_csa, power_of_two=True),
+    "v4-flash": Kind(v4_groups, _V4, _MX, ratio=_CSA),
+    "v4-flash-0731": Kind(v4_groups, _V4 | CONFIGS["dspark"], _MX, ratio=_CSA, dspark=True, real_mtp=3),
+    "v4-pro": Kind(v4_groups, _V4_PRO, _MX, ratio=compression(128), demo_experts=6),
+    "v4-flash-base": Kind(v4_groups, _V4 | {"expert_dtype": "fp8"}, _F32, ratio=_CSA, power_of_two=True),
     "v4.1-flash": Kind(v41_groups, _V41, _MX32, ratio=_csa2, dspark=True),
-    "v3": Kind(v3_groups, _V3, _INV, demo_experts=6),
-    "quark-mxfp4": Kind(v4_groups, _V4, _QUARK, ratio=_csa),
-    "nvfp4": Kind(v41_groups, _V41, _NV, ratio=_csa2, dspark=True),
-    "bf16": Kind(v4_groups, _BF16, Storage(), ratio=_csa, demo_experts=4),
+    "v3": Kind(v3_groups, CONFIGS["v3"], _INV, demo_experts=6),
+    "quark-mxfp4": Kind(v4_groups, _V4, _QUARK, ratio=_CSA, quantization=quark),
+    "nvfp4": Kind(v41_groups, _V41, _NV, ratio=_csa2, dspark=True, quantization=nvfp4),
+    "bf16": Kind(v4_groups, _BF16, Storage(), ratio=_CSA, demo_experts=4),
 }

@@ -1,150 +1,37 @@
-"""The synthetic checkpoints are valid, and at full size they are the published ones: to the tensor and to the byte."""
+"""The kinds of checkpoint: at full size they are the published ones, to the tensor and to the byte."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import math
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
-import make_checkpoint as module
 import pytest
 import torch
-from checkpoint_kinds import KINDS
-from click.testing import CliRunner
-from make_checkpoint import make_checkpoint, make_spec, parse_size, size, split
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-TINY: dict[str, Any] = {"hidden": 256, "width": 128, "experts": 3, "vocab": 64, "layers": 3}
+from fse_convert.testing.checkpoints import make_checkpoint, make_spec, shards, size
+from fse_convert.testing.kinds import KINDS, Entry, Spec
+from tests.testing.small import TINY, header, headers, tensors, tiny
 
 
-def tiny(out: Path, kind: str, **knobs: Any) -> Path:
-    extra = {"engram_rows": 40} if kind in ("v4.1-flash", "nvfp4") else {}
-    return make_checkpoint(out, kind, **(TINY | extra | knobs))
-
-
-def header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        assert length % 8 == 0
-        entries: dict[str, Any] = json.loads(file.read(length))
-    return entries
-
-
-def headers(folder: Path) -> dict[str, Any]:
-    entries = {name: entry for shard in sorted(folder.glob("*.safetensors")) for name, entry in header(shard).items()}
-    entries.pop("__metadata__", None)
-    return entries
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for shard in sorted(folder.glob("*.safetensors")) for name, value in load_file(shard).items()}
-
-
-def digest(folder: Path) -> dict[str, str]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def entries(spec: Spec) -> list[Entry]:
+    return [entry for shard in shards(spec).values() for entry in shard]
 
 
 @functools.cache
 def real(kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {entry.name: (entry.dtype, entry.shape) for shard in split(make_spec(kind, real=True)) for entry in shard}
+    return {entry.name: (entry.dtype, entry.shape) for entry in entries(make_spec(kind, real=True))}
 
 
 @functools.cache
 def totals(kind: str) -> tuple[int, int, int, dict[str, int]]:
-    shards = split(make_spec(kind, real=True))
-    entries = [entry for shard in shards for entry in shard]
-    return len(entries), sum(map(size, entries)), len(shards), dict(Counter(entry.dtype for entry in entries))
+    spec = make_spec(kind, real=True)
+    tensors = entries(spec)
+    return len(tensors), sum(map(size, tensors)), len(shards(spec)), dict(Counter(entry.dtype for entry in tensors))
 
-
-# Valid.
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_index_headers_and_library_agree(tmp_path: Path, kind: str) -> None:
-    tiny(tmp_path, kind)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    total = 0
-    seen = {}
-    for shard in sorted(tmp_path.glob("*.safetensors")):
-        with safe_open(shard, framework="pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-            for name in opened.keys():  # noqa: SIM118
-                assert name not in seen
-                seen[name] = shard.name
-                total += opened.get_tensor(name).nbytes
-    assert seen == index["weight_map"]
-    assert total == index["metadata"]["total_size"]
-    assert {path.name for path in tmp_path.glob("*.safetensors")} == set(seen.values())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_are_valid_and_never_zero(tmp_path: Path, kind: str) -> None:
-    for name, value in tensors(tiny(tmp_path, kind)).items():
-        raw = value.reshape(-1).view(torch.uint8)
-        if value.dtype == torch.float8_e4m3fn:
-            assert not torch.isin(raw, torch.tensor([0x00, 0x80, 0x7F, 0xFF], dtype=torch.uint8)).any(), name
-        elif value.dtype == torch.float8_e8m0fnu or name.endswith("weight_scale"):
-            assert raw.min() >= 0x70, name
-            assert raw.max() <= 0x7A, name
-        elif value.dtype in (torch.int8, torch.uint8):
-            assert raw.all(), name
-            assert raw.unique().numel() > 200, name
-        elif value.dtype == torch.int64:
-            assert value.min() >= 0, name
-            assert value.max() == TINY["experts"] - 1, name
-        else:
-            assert value.isfinite().all(), name
-            assert value.all(), name
-
-
-@pytest.mark.parametrize("kind", ["v4-flash", "v4.1-flash", "v3", "nvfp4"])
-def test_a_shard_is_what_the_library_would_write(tmp_path: Path, kind: str) -> None:
-    shards = sorted(tiny(tmp_path, kind).glob("*.safetensors"))
-    for shard in shards:
-        if any(".engram." in name for name in header(shard)):
-            continue  # the published ones are not in the library's order, nor are ours
-        save_file(load_file(shard), tmp_path / "again", metadata={"format": "pt"})
-        assert (tmp_path / "again").read_bytes() == shard.read_bytes(), shard.name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_look_like_weights(tmp_path: Path, kind: str) -> None:
-    """Dequantised routed and shared experts have a standard deviation near 0.02."""
-    state = tensors(tiny(tmp_path, kind))
-    layer = "model.layers.2.mlp" if kind == "v3" else "layers.2.ffn"
-    gate = "gate_proj" if kind == "v3" else "w1"
-    for expert in ("experts.0", "shared_experts"):
-        parts = {name.rpartition(".")[2]: value for name, value in state.items() if f"{layer}.{expert}.{gate}" in name}
-        assert 0.004 < float(dequantised(parts).std()) < 0.1, (expert, sorted(parts))
-
-
-def dequantised(parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    weight = parts["weight"]
-    scale = next((value for name, value in parts.items() if "scale" in name and value.ndim == 2), None)
-    if weight.dtype in (torch.int8, torch.uint8):
-        codes = weight.view(torch.uint8)
-        grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-        value = grid[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
-    else:
-        value = weight.float()
-    if scale is None:
-        return value
-    factor = 2.0 ** (scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
-    for dim in (0, 1):
-        factor = factor.repeat_interleave(math.ceil(value.shape[dim] / factor.shape[dim]), dim)
-    return value * factor[: value.shape[0], : value.shape[1]] * parts.get("weight_scale_2", 1.0)
-
-
-# As published, names, dtypes and shapes written out.
 
 SHAPES = {
     "v4-flash": {
@@ -331,7 +218,7 @@ def test_published_bytes_of_all_shards(tmp_path: Path, kind: str, total: int) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_demonstration_keeps_the_experts_and_is_under_a_gigabyte(kind: str) -> None:
-    small = {entry.name: entry for shard in split(make_spec(kind)) for entry in shard}
+    small = {entry.name: entry for entry in entries(make_spec(kind))}
     inventory = real(kind)
     shared = [entry for name, entry in small.items() if ".experts." in name or ".shared_experts." in name]
     assert sum(map(size, small.values())) < 1_000_000_000
@@ -340,9 +227,6 @@ def test_the_demonstration_keeps_the_experts_and_is_under_a_gigabyte(kind: str) 
         name = re.sub(r"layers\.2\.", f"layers.{2 + offset}.", entry.name)
         name = re.sub(r"model\.layers\.1\.", "model.layers.3.", name)
         assert inventory[name] == (entry.dtype, entry.shape)
-
-
-# Kinds.
 
 
 def test_configs_say_what_the_headers_say(tmp_path: Path) -> None:
@@ -407,6 +291,7 @@ def test_nvfp4_gate_and_up_have_one_global_scale(tmp_path: Path) -> None:
         ("v3", {}, False),
         ("v3", {"power_of_two": True}, True),
     ],
+    ids=["V4 base as published", "V4 base, any scale", "V3 as published", "V3, powers of two"],
 )
 def test_f32_scales_are_powers_of_two_or_none_is(tmp_path: Path, kind: str, knobs: dict[str, bool], exact: bool) -> None:
     scales = [value for name, value in tensors(tiny(tmp_path, kind, **knobs)).items() if "scale" in name and value.ndim == 2]
@@ -445,104 +330,3 @@ def test_any_number_of_the_config_is_a_knob() -> None:
         make_spec("v4-flash", q_rank=1)
     with pytest.raises(TypeError, match="engram_num_embeddings"):
         make_spec("v4-flash", engram_rows=1)
-
-
-# Writing.
-
-
-def test_same_knobs_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
-    one, two = digest(tiny(tmp_path / "1", "v4.1-flash")), digest(tiny(tmp_path / "2", "v4.1-flash"))
-    other = digest(tiny(tmp_path / "3", "v4.1-flash", seed=1))
-    assert one == two
-    assert {name for name in one if one[name] != other[name]} == {name for name in one if name.endswith(".safetensors")}
-
-
-def test_a_tensors_values_depend_on_its_name_and_the_seed_alone(tmp_path: Path) -> None:
-    whole = tensors(tiny(tmp_path / "1", "v4-flash"))
-    cut = tensors(tiny(tmp_path / "2", "v4-flash", experts=2, mtp=0, shard_size=50_000))
-    same = "layers.2.ffn.experts.1.w2.weight"
-    assert torch.equal(whole[same], cut[same])
-    assert not torch.equal(whole[same], whole["layers.2.ffn.experts.0.w2.weight"])
-
-
-def test_chunks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = digest(tiny(tmp_path / "1", "nvfp4"))
-    monkeypatch.setattr(module, "CHUNK", 1 << 10)
-    assert digest(tiny(tmp_path / "2", "nvfp4")) == whole
-
-
-def test_values_are_these(tmp_path: Path) -> None:
-    """The bytes are part of the interface: benchmarks and reports name digests."""
-    state = tensors(tiny(tmp_path, "v4-flash"))
-    joined = hashlib.sha256()
-    for name in ("layers.0.ffn.experts.0.w1.weight", "layers.0.ffn.shared_experts.w1.weight", "norm.weight"):
-        joined.update(bytes(state[name].flatten().view(torch.uint8).tolist()))
-    assert joined.hexdigest()[:16] == "3967fd09c943154e"
-
-
-def test_shard_size_cuts_between_any_two_tensors(tmp_path: Path) -> None:
-    tiny(tmp_path, "v4-flash", shard_size="64KB")
-    largest = max(math.prod(entry["shape"]) for entry in headers(tmp_path).values())
-    shards = sorted(tmp_path.glob("*.safetensors"))
-    sizes = [max(entry["data_offsets"][1] for name, entry in header(shard).items() if name != "__metadata__") for shard in shards]
-    assert all(total <= 64_000 or len(header(shard)) == 2 for shard, total in zip(shards, sizes, strict=True))
-    assert max(sizes) >= largest
-    where = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert any(where[name] != where[name.removesuffix("weight") + "scale"] for name in where if f"{name[:-6]}scale" in where)
-
-
-def test_single_file_has_no_index(tmp_path: Path) -> None:
-    tiny(tmp_path / "one", "v4.1-flash", single_file=True)
-    assert [path.name for path in (tmp_path / "one").glob("model*")] == ["model.safetensors"]
-    assert headers(tmp_path / "one").keys() == headers(tiny(tmp_path / "many", "v4.1-flash")).keys()
-
-
-def test_sparse_has_the_headers_and_the_sizes(tmp_path: Path) -> None:
-    hole, dense = tiny(tmp_path / "hole", "v4.1-flash", sparse=True), tiny(tmp_path / "dense", "v4.1-flash")
-    assert headers(hole) == headers(dense)
-    for shard in dense.glob("*.safetensors"):
-        assert (hole / shard.name).stat().st_size == shard.stat().st_size
-        assert not any(value.reshape(-1).view(torch.uint8).any() for value in load_file(hole / shard.name).values())
-
-
-def test_repository_files(tmp_path: Path) -> None:
-    tiny(tmp_path, "v4-flash-0731")
-    for name in ("tokenizer_config.json", "README.md", "encoding/encoding_dsv4.py", "encoding/tests/test_input_1.json"):
-        assert (tmp_path / name).stat().st_size
-    flat = json.loads((tmp_path / "inference" / "config.json").read_text())
-    assert flat["moe_inter_dim"] == 128
-    assert (flat["n_mtp_layers"], flat["dtype"]) == (3, "fp8")
-    assert "model_type" not in flat
-
-
-def test_headers_without_metadata(tmp_path: Path) -> None:
-    tiny(tmp_path, "v4-flash", header_metadata=False)
-    assert all("__metadata__" not in header(shard) for shard in tmp_path.glob("*.safetensors"))
-
-
-def test_a_used_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("x")
-    with pytest.raises(FileExistsError):
-        tiny(tmp_path, "v4-flash")
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-@pytest.mark.parametrize(
-    ("text", "size_"), [("2GiB", 2 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("4096", 4096), ("7B", 7)]
-)
-def test_sizes(text: str, size_: int) -> None:
-    assert parse_size(text) == size_
-
-
-def test_command_line(tmp_path: Path) -> None:
-    arguments = "--kind v4.1-flash --layers 2 --experts 3 --hidden 128 --width 96 --vocab 8 --engram-rows 5 --mtp-experts 2"
-    result = CliRunner().invoke(module.main, [str(tmp_path / "out"), *arguments.split(), "--shard-size", "1MiB"])
-    assert result.exit_code == 0, result.output
-    assert "2 layers with 3 routed and 1 shared experts of width 96 (hidden 128), 1 MTP layers with 2:" in result.output
-    assert len(result.output.splitlines()) == 1
-    again = CliRunner().invoke(module.main, [str(tmp_path / "out")])
-    assert again.exit_code == 1
-    assert "is not empty" in again.output
-    wrong = CliRunner().invoke(module.main, [str(tmp_path / "new"), "--kind", "v4-flash", "--engram-rows", "3"])
-    assert wrong.exit_code == 1
-    assert not (tmp_path / "new").exists()

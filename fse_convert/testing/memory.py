@@ -14,6 +14,7 @@ from fse_convert.plan.advice import Plans
 from fse_convert.plan.planner import planner
 from fse_convert.plan.source import describe_source
 from fse_convert.servers.judge import Subject, subject
+from fse_convert.testing.kinds import FORMATS
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape by name."""
@@ -30,44 +31,34 @@ class NoFolder:
     odd: list[str] = field(default_factory=list)
     workers: int = 1
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:  # noqa: ARG002
+        """Fail: a rule that reads is a bug."""
         raise AssertionError(f"{name} was read")
 
 
-def _blocks(n: int, k: int, rows: int, cols: int) -> tuple[int, int]:
-    return -(-n // rows), -(-k // cols)
-
-
 def matrix(store: str, n: int, k: int) -> Tensors:
-    """The tensors of an [n, k] matrix by suffix, in a storage format named as in the table below."""
-    fp8 = ("F8_E4M3", (n, k))
-    e8m0, f32 = "F8_E8M0", "F32"
-    return {
-        "bf16": {"weight": ("BF16", (n, k))},
+    """Return the tensors of an [n, k] matrix by suffix, in a storage format named in `kinds.FORMATS` or below."""
+    if store in FORMATS:
+        return {part.suffix: (part.dtype, part.shape(n, k)) for part in FORMATS[store]}
+
+    def blocks(rows: int, cols: int) -> tuple[int, int]:
+        return -(-n // rows), -(-k // cols)
+
+    fp8, f32 = ("F8_E4M3", (n, k)), "F32"
+    others: dict[str, Tensors] = {
         "f16": {"weight": ("F16", (n, k))},
-        "fp8-128": {"weight": fp8, "scale": (e8m0, _blocks(n, k, 128, 128))},
-        "fp8-32": {"weight": fp8, "scale": (e8m0, _blocks(n, k, 32, 32))},
-        "fp8-32-u8": {"weight": fp8, "weight_scale": ("U8", _blocks(n, k, 32, 32))},
-        "fp8-16": {"weight": fp8, "scale": (e8m0, _blocks(n, k, 16, 16))},
-        "fp8-128-f32": {"weight": fp8, "weight_scale_inv": (f32, _blocks(n, k, 128, 128))},
-        "fp8-128-bf16": {"weight": fp8, "weight_scale": ("BF16", _blocks(n, k, 128, 128))},
-        "mxfp8": {"weight": fp8, "weight_scale": (e8m0, _blocks(n, k, 1, 32))},
-        "mxfp8-u8": {"weight": fp8, "weight_scale": ("U8", _blocks(n, k, 1, 32))},
-        "fp8-1x16": {"weight": fp8, "weight_scale": (e8m0, _blocks(n, k, 1, 16))},
+        "fp8-32-u8": {"weight": fp8, "weight_scale": ("U8", blocks(32, 32))},
+        "fp8-16": {"weight": fp8, "scale": ("F8_E8M0", blocks(16, 16))},
+        "fp8-128-bf16": {"weight": fp8, "weight_scale": ("BF16", blocks(128, 128))},
+        "mxfp8": {"weight": fp8, "weight_scale": ("F8_E8M0", blocks(1, 32))},
+        "mxfp8-u8": {"weight": fp8, "weight_scale": ("U8", blocks(1, 32))},
+        "fp8-1x16": {"weight": fp8, "weight_scale": ("F8_E8M0", blocks(1, 16))},
         "fp8-tensor": {"weight": fp8, "weight_scale": (f32, ()), "input_scale": (f32, ())},
         "fp8-channel": {"weight": fp8, "weight_scale": (f32, (n, 1))},
-        "mxfp4": {"weight": ("I8", (n, k // 2)), "scale": (e8m0, _blocks(n, k, 1, 32))},
-        "mxfp4-u8": {"weight": ("U8", (n, k // 2)), "weight_scale": ("U8", _blocks(n, k, 1, 32))},
-        "mxfp4-packed": {"weight_packed": ("U8", (n, k // 2)), "weight_scale": ("U8", _blocks(n, k, 1, 32))},
-        "nvfp4": {
-            "weight": ("U8", (n, k // 2)),
-            "weight_scale": ("F8_E4M3", _blocks(n, k, 1, 16)),
-            "weight_scale_2": (f32, ()),
-            "input_scale": (f32, ()),
-        },
+        "mxfp4-packed": {"weight_packed": ("U8", (n, k // 2)), "weight_scale": ("U8", blocks(1, 32))},
         "nvfp4-packed": {
             "weight_packed": ("U8", (n, k // 2)),
-            "weight_scale": ("F8_E4M3", _blocks(n, k, 1, 16)),
+            "weight_scale": ("F8_E4M3", blocks(1, 16)),
             "weight_global_scale": (f32, (1,)),
             "input_global_scale": (f32, (1,)),
         },
@@ -79,11 +70,12 @@ def matrix(store: str, n: int, k: int) -> Tensors:
         },
         "gptq": {"qweight": ("I32", (k // 8, n)), "scales": ("F16", (k // 128, n)), "qzeros": ("I32", (k // 128, n // 8))},
         "mlx": {"weight": ("U32", (n, k // 8)), "scales": ("F16", (n, k // 64)), "biases": ("F16", (n, k // 64))},
-    }[store]
+    }
+    return others[store]
 
 
 def expert(prefix: str, store: str, width: int, hidden: int, names: tuple[str, str, str] = W) -> Tensors:
-    """An expert's tensors: gate and up [width, hidden], down [hidden, width]."""
+    """Return an expert's tensors: gate and up [width, hidden], down [hidden, width]."""
     gate, up, down = names
     shapes = {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
     return {f"{prefix}.{p}.{s}": info for p, (n, k) in shapes.items() for s, info in matrix(store, n, k).items()}
@@ -106,19 +98,21 @@ class Model:
     config: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> Tensors:
+        """Return dtypes and shapes of the whole model: an embedding, routers and experts."""
         width = self.n_shared * self.width if self.shared_width is None else self.shared_width
-        found: Tensors = {"embed.weight": ("BF16", (8, self.hidden))}
+        tensors: Tensors = {"embed.weight": ("BF16", (8, self.hidden))}
         prefixes = [f"layers.{i}.ffn" for i in range(self.layers)] + [f"mtp.{i}.ffn" for i in range(self.mtp)]
         for prefix in prefixes:
-            found[f"{prefix}.gate.weight"] = ("BF16", (self.experts, self.hidden))
+            tensors[f"{prefix}.gate.weight"] = ("BF16", (self.experts, self.hidden))
             for e in range(self.experts):
-                found |= expert(f"{prefix}.experts.{e}", self.routed, self.width, self.hidden)
+                tensors |= expert(f"{prefix}.experts.{e}", self.routed, self.width, self.hidden)
             store = self.mtp_shared if self.mtp_shared and prefix.startswith("mtp") else self.shared
             if store:
-                found |= expert(f"{prefix}.shared_experts", store, width, self.hidden)
-        return found
+                tensors |= expert(f"{prefix}.shared_experts", store, width, self.hidden)
+        return tensors
 
     def full_config(self) -> dict[str, Any]:
+        """Return config.json as the fields describe it; `config` overrides."""
         block = {"fp8-32": [32, 32], "fp8-128": [128, 128]}.get(self.shared)
         quant = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": block}
         return {
@@ -138,11 +132,12 @@ class Model:
         }
 
     def subject(self) -> Subject:
+        """Return what servers judge."""
         return subject_of(self.full_config(), self.tensors())
 
 
 def checkpoint(config: Mapping[str, Any], tensors: Tensors, quant_config: Mapping[str, Any] | None = None) -> Checkpoint:
-    """A checkpoint of one shard that was never written."""
+    """Return a checkpoint of one shard that was never written."""
     infos, at = [], 0
     for name, (dtype, shape) in tensors.items():
         size = prod(shape) * BITS[dtype] // 8
@@ -153,13 +148,15 @@ def checkpoint(config: Mapping[str, Any], tensors: Tensors, quant_config: Mappin
 
 
 def plans_of(about: Subject, tensors: Tensors) -> Plans:
-    """What conversions of a model in memory would decide."""
+    """Return what conversions of a model in memory would decide."""
     return planner(replace(describe_source(checkpoint(about.config, tensors)), scales=about.scales))
 
 
 def description_of(config: Mapping[str, Any], tensors: Tensors) -> Description:
+    """Describe a model in memory."""
     return describe(checkpoint(config, tensors))
 
 
 def subject_of(config: Mapping[str, Any], tensors: Tensors, quant_config: Mapping[str, Any] | None = None) -> Subject:
+    """Return what servers judge of a model in memory."""
     return subject(config, quant_config, description_of(config, tensors))

@@ -1,19 +1,13 @@
 """A layer over `os` that lets the Nth file operation fail, be torn, or be the process's last, as SQLite tests itself.
 
-Used by tests only: the program calls `os` as always. Only operations on files below a watched folder count. Run as a
-script it is a server: it has everything imported, and forks one child per request, so that a thousand crashes take
-a minute.
-
-A crash can also lose what was not yet on disk: files that were written but not fsynced are cut to nothing before the process ends.
+The program calls `os` as always. Only operations on files below a watched folder count. A crash can also lose what was not
+yet on disk: files that were written but not fsynced are cut to nothing before the process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +18,7 @@ CALLS = (*PATH_CALLS, *FD_CALLS)
 
 
 class Injector:
-    """Counts operations below ``root`` and acts at one of them.
+    """A count of operations below ``root`` and what happens at one of them.
 
     ``action``: ``kill`` ends the process before the operation, ``torn`` does half of it first, ``lose`` drops what was
     not synced and ends; ``error`` raises ``errno`` once, ``errors`` from then on. ``at`` 0 only counts. ``calls``: which
@@ -98,66 +92,3 @@ class Injector:
                 with contextlib.suppress(OSError):
                     os.truncate(lost, 0)
         os._exit(137)
-
-
-def preload() -> None:
-    """Import once what every child would import again."""
-    for name in (
-        "torch", "rich.box", "rich.console", "rich.table", "fse_convert.conversion.files",
-        "fse_convert.report.conversion",
-        "fse_convert.report.proof", "fse_convert.report.progress",
-        "fse_convert.verification.layers", "fse_convert.verification.proof",
-    ):  # fmt: skip
-        importlib.import_module(name)
-
-
-def serve() -> None:
-    """Answer requests, one JSON object a line: ``args`` of the command line and the injector's arguments."""
-    from fse_convert.cli import main
-
-    preload()
-    for line in sys.stdin:
-        request = json.loads(line)
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            _child(main, request, write)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            report = pipe.read()
-        _, status = os.waitpid(child, 0)
-        answer = {"code": os.waitstatus_to_exitcode(status), **(json.loads(report) if report else {})}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-def _child(main: Callable[[list[str]], None], request: dict[str, Any], write: int) -> None:
-    injector = Injector(request["root"], request.get("at", 0), request.get("action", "kill"), request.get("errno", 0))
-    err = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(err, 1)
-    os.dup2(err, 2)
-    code = 0
-    if request.get("no_margin"):
-        from fse_convert.output import staging as transaction
-
-        transaction.MARGIN = -(1 << 60)
-    injector.install()
-    try:
-        main(request["args"])
-    except SystemExit as e:
-        code = int(e.code or 0)
-    except BaseException:  # noqa: BLE001 - a traceback is a finding, and is reported
-        import traceback
-
-        traceback.print_exc()
-        code = 99
-    injector.remove()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(write, json.dumps({"count": injector.count, "trace": injector.trace if request.get("trace") else []}).encode())
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()
