@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import NotServable
-from fse_convert.plan.plan import Part
 from fse_convert.serving.sidecar import open_sidecar
 from fse_convert.sidecar.manifest import DIGEST, own_digest
+from fse_convert.sidecar.tensors import KernelTensorName
 
 LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts", "mtp.0.ffn.experts")
 INDEX = "model.safetensors.index.json"
@@ -80,6 +80,7 @@ def test_a_manifest_that_was_edited(out: Path, change: Callable[[dict[str, Any]]
         lambda m: m.update(layers=[{"verdict": "fused", "name": 1}]),
         lambda m: m.update(layers=None),
         lambda m: m["contract"].update(name=None),
+        lambda m: m["model"]["width"].pop("main"),
         *(lambda m, v=v: m["model"].update(n_shared_experts=v) for v in (float("inf"), float("nan"), 1.0, True, -1, "1", None, [])),
         *(lambda m, v=v: m["model"]["width"].update(kernel=v) for v in (float("inf"), 512.5, -512, None)),
     ],
@@ -189,7 +190,7 @@ def test_a_layer_that_the_manifest_does_not_call_fused(out: Path) -> None:
     assert problems(out) == {"fse": "sidecar-incomplete"}
 
 
-def flip(folder: Path, part: Part, byte: int) -> None:
+def flip(folder: Path, part: KernelTensorName, byte: int) -> None:
     """Change one bit of a tensor of layer 1, and no size."""
     (shard,) = (folder / "fse").glob("*.safetensors")
     raw = bytearray(shard.read_bytes())
@@ -199,9 +200,9 @@ def flip(folder: Path, part: Part, byte: int) -> None:
     shard.write_bytes(raw)
 
 
-@pytest.mark.parametrize("part", list(Part))
+@pytest.mark.parametrize("part", list(KernelTensorName))
 @pytest.mark.parametrize("byte", [0, -1])
-def test_one_damaged_bit_is_found_when_the_tensor_is_read(out: Path, part: Part, byte: int) -> None:
+def test_one_damaged_bit_is_found_when_the_tensor_is_read(out: Path, part: KernelTensorName, byte: int) -> None:
     flip(out, part, byte)
     sidecar = open_sidecar(out)
     sidecar.tensors(LAYERS[0])
@@ -214,7 +215,7 @@ def test_one_damaged_bit_is_found_when_the_tensor_is_read(out: Path, part: Part,
 
 
 def test_a_tensor_without_a_digest_is_refused(out: Path) -> None:
-    edit(out, lambda m: m["tensors"].pop(f"{LAYERS[0]}.{Part.L2_WEIGHT.value}"))
+    edit(out, lambda m: m["tensors"].pop(f"{LAYERS[0]}.{KernelTensorName.L2_WEIGHT.value}"))
     with pytest.raises(NotServable, match="sidecar-damaged"):
         open_sidecar(out).tensors(LAYERS[0])
 
