@@ -1,4 +1,4 @@
-"""What the SGLang plugin does to modules: find them in a checkpoint, compare, free, and keep anything from reading what is gone.
+"""What the SGLang plugin does to modules: find them in a checkpoint, compare, free, and keep others from reading what is freed.
 
 Needs torch, not SGLang: every function takes the modules as they are. Sources: paths below ``sglang/srt/`` of release 0.5.23.
 """
