@@ -12,7 +12,7 @@ import pytest
 
 from fse_convert import restoration as restoring
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.sidecar.claims import read_claims
+from fse_convert.sidecar.manifest import read_manifest
 from fse_convert.testing.patch import edit_index, edit_manifest, flip, read_shard, write_shard
 
 Make = Callable[..., Path]
@@ -56,7 +56,7 @@ def test_round_trip_however_converted(
     assert digest(original) == digest(root)
     assert set(report["files"]) == set(digest(root))
     assert report["digests"] is ("none" not in how)
-    assert report["unpadded"] == len(read_claims(LocalFolder(out)).padded)
+    assert report["unpadded"] == len(read_manifest(LocalFolder(out)).padded)
 
 
 def rewrite_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], spaces: int = 0, **style: Any) -> None:
@@ -118,7 +118,7 @@ def test_usual_files_need_no_text_in_the_manifest(made: Make, tmp_path: Path, ru
     for kind, knobs in (("v4.1-flash", {}), ("v3", {"header_metadata": False})):
         out = tmp_path / kind
         assert run(made(kind, **knobs), out, "--allow-unfused", "--verify", "none")[0] == 0
-        assert read_claims(LocalFolder(out)).originals == {}
+        assert read_manifest(LocalFolder(out)).source.originals == {}
 
 
 @pytest.fixture

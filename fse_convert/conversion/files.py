@@ -12,7 +12,8 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR_INDEX
 from fse_convert.conversion.nan_scan import expert_codes, scans
 from fse_convert.output.copying import Link, carry
-from fse_convert.output.jobs import Job, Scan
+from fse_convert.output.digests import Scan
+from fse_convert.output.jobs import Job
 from fse_convert.plan.manifest import added_elements
 from fse_convert.plan.plan import OutputShard, Plan
 from fse_convert.progress import Advance

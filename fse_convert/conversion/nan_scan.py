@@ -13,7 +13,7 @@ from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.model.describe import Description
 from fse_convert.model.formats import NaN
-from fse_convert.output.jobs import Scan
+from fse_convert.output.digests import Scan
 
 CODES: Mapping[NaN, tuple[int, ...]] = {NaN.E4M3: (0x7F, 0xFF), NaN.E8M0: (0xFF,)}
 """NaN codes of the formats whose elements are single bytes."""

@@ -19,11 +19,10 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
-from fse_convert.errors import EnvironmentFailure, Problem, UsageError, environment, some
+from fse_convert.errors import EnvironmentFailure, Problem, UsageError, environment
 from fse_convert.output.copying import Link, carry
 from fse_convert.output.jobs import Job, Part, run_jobs
-from fse_convert.output.lock import staging_lost
-from fse_convert.output.staging import MARGIN, Staging, check_output, check_space, device, free_space, stage
+from fse_convert.output.staging import MARGIN, Staging, check_output, check_space, check_staged, device, free_space, stage
 from fse_convert.plan.manifest import arguments_record, draft_manifest
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
@@ -253,10 +252,7 @@ class Conversion:
         self.folder.check_all()
         sizes = {job.name: job.size for job in self.jobs} | {n: len(text) for n, text in self.texts.items()}
         sizes |= {name: self.folder.files[name] for name in self.plan.source.checkpoint.others}
-        wrong = set(staged.changed()) - {MANIFEST} | {n for n in {*staged.files, *sizes} if staged.files.get(n) != sizes.get(n)}
-        if wrong or staged.odd or staged.hidden:
-            names = some(sorted({*wrong, *staged.odd, *staged.hidden}))
-            raise staging_lost(f"files of unfinished work changed, came or went during the run: {names}", staged.root)
+        check_staged(staged, sizes, besides={MANIFEST})
 
     def _write_manifest(self, draft: Manifest, proof: Proof | None, staging: Staging) -> int:
         """Write the manifest with what the proof found; return its size in bytes."""

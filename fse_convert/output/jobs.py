@@ -6,7 +6,6 @@ Threads are enough: copying, reading, writing, syncing and hashing all happen ou
 from __future__ import annotations
 
 import logging
-import os
 import stat
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -14,32 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Flag
 from threading import Lock
-from typing import NoReturn
 
-import xxhash
-
-from fse_convert.output.copying import read_into
+from fse_convert.output.digests import Scan, file_xxh3_128
 from fse_convert.output.staging import Staging, check_space
 from fse_convert.progress import Advance, Event, Observer
 
 logger = logging.getLogger(__name__)
-BUFFER = 4 << 20
 POLL = 0.1
 """Seconds between two looks at whether a signal has come."""
 
 
 class Cancelled(Exception):
     """Raised in a worker that is to stop; its file is not finished."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """File offsets ``[start, end)`` in which no byte may be one of ``codes``; ``refuse`` is told the offset and raises."""
-
-    start: int
-    end: int
-    codes: tuple[int, ...]
-    refuse: Callable[[int], NoReturn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +80,7 @@ def finished(job: Job, staging: Staging, fresh: Collection[str] = ()) -> str | N
         if job.name in fresh:
             return how
         # Whether the source of a hard link is still the same, the fingerprint tells.
-        same = digest(path) == hashed if hashed else job.linked is not None and path.samefile(job.linked)
+        same = file_xxh3_128(path) == hashed if hashed else job.linked is not None and path.samefile(job.linked)
     except OSError:
         return None
     state = "its hash agrees" if same else "but its content changed: written again"
@@ -120,32 +105,6 @@ def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, observe: Obser
         raise
     pool.shutdown()
     return {job.name: how[job.name] for job in jobs}
-
-
-def digest(path: Path, scans: tuple[Scan, ...] = ()) -> str:
-    """Return the XXH3-128 of a file as hex; look for forbidden bytes on the way."""
-    hashed = xxhash.xxh3_128()
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(fd).st_size
-        buffer = bytearray(min(BUFFER, size))
-        for at in range(0, size, BUFFER):
-            part = memoryview(buffer)[: min(BUFFER, size - at)]
-            read_into(fd, part, at)
-            hashed.update(part)
-            _look(scans, buffer, at, len(part))
-    finally:
-        os.close(fd)
-    return hashed.hexdigest()
-
-
-def _look(scans: tuple[Scan, ...], buffer: bytearray, at: int, size: int) -> None:
-    for scan in scans:
-        first, last = max(scan.start - at, 0), min(scan.end - at, size)
-        for code in scan.codes if first < last else ():
-            hit = buffer.find(code, first, last)
-            if hit >= 0:
-                scan.refuse(at + hit)
 
 
 class _Run:
@@ -174,7 +133,7 @@ class _Run:
         logger.debug("%s: writing %d bytes", job.name, job.size)
         how = job.write(path, lambda n: self._advance(job.name, n))
         linked = job.linked is not None and path.samefile(job.linked)
-        record = {"size": job.size, "xxh3_128": None if linked else digest(path, job.scans), "how": how}
+        record = {"size": job.size, "xxh3_128": None if linked else file_xxh3_128(path, job.scans), "how": how}
         with self.lock:
             self.staging.journal.add(job.name, record)
         return how

@@ -18,11 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
+from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, some
 from fse_convert.output.copying import exchange, write_all
 from fse_convert.output.journal import JOURNAL, Journal, differences, read_journal
-from fse_convert.output.lock import LOCK, OUTPUT, Hold, locked, sync_folder
+from fse_convert.output.lock import LOCK, OUTPUT, Hold, locked, staging_lost, sync_folder
 
 logger = logging.getLogger(__name__)
 MARGIN = 64 << 20
@@ -223,6 +224,18 @@ def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool 
     if not overwrite:
         raise _exists(out, replaceable=replaceable)
     check_replaceable(out)
+
+
+def check_staged(staged: LocalFolder, sizes: Mapping[str, int], *, besides: Collection[str] = ()) -> None:
+    """Refuse unfinished work that is not what it was when ``staged`` was looked at, or not of these files and ``sizes`` in bytes.
+
+    ``besides``: files that were written since. Raises EnvironmentFailure `staging-lost`, OSError.
+    """
+    wrong = set(staged.changed()).difference(besides)
+    wrong |= {name for name in {*staged.files, *sizes} if staged.files.get(name) != sizes.get(name)}
+    wrong |= {*staged.odd, *staged.hidden}
+    if wrong:
+        raise staging_lost(f"files of unfinished work changed, came or went during the run: {some(sorted(wrong))}", staged.root)
 
 
 def check_replaceable(out: Path) -> None:

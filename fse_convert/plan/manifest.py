@@ -35,7 +35,7 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
             family=description.family.name if description.family else "",
             model_type=description.model_type,
             n_shared_experts=decision.n_shared,
-            width=record.Widths(source=decision.source_width, main=decision.main_width, kernel=decision.width),
+            width=record.ExpertWidths(source=decision.source_width, main=decision.main_width, kernel=decision.width),
         ),
         config_edits=list(decision.config_edits),
         layers=[_layer(v) for v in decision.verdicts],

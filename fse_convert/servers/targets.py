@@ -7,6 +7,7 @@ GPUs; shared experts that become extra routed experts are another question (`fus
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import lcm
@@ -194,3 +195,9 @@ def width_multiple(target: Target, routed: Kind) -> int:
 def find_target(name: str) -> Target | None:
     """Find a target or contract by name; None when there is no such row."""
     return next((t for t in TARGETS if t.name == name), None)
+
+
+def for_version(engine: str, version: str) -> Target:
+    """Find the row for an installed server: that of its release (``0.5.22rc1`` is of 0.5.22), else the engine's newest one."""
+    rows = [t for t in TARGETS if t.engine == engine]
+    return next((t for t in rows if re.match(rf"{re.escape(t.release)}(?!\d)", version)), rows[-1])

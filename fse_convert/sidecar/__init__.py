@@ -1,1 +1,1 @@
-"""The format of ``OUT/fse`` (docs/format.md) as code."""
+"""The format of ``OUT/fse`` as code, in the chapters of docs/format.md: tensors, reader (files), manifest, originals."""

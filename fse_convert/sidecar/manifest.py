@@ -1,6 +1,6 @@
-"""``fse/manifest.json`` as typed records, read strictly and written to the same bytes; its chapters are those of docs/format.md.
+"""``fse/manifest.json`` (docs/format.md, "manifest.json") as typed records, read strictly and written to the same bytes.
 
-Everything that names the source is enough to tell it from another, and what `fse_convert.restoration` needs to give it back.
+What it says of the source is enough to tell that source from another, and for `fse_convert.restoration` to give it back.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from fse_convert.checkpoint.encoding import encode_json, sha256
 from fse_convert.checkpoint.folder import Folder
 from fse_convert.checkpoint.names import CONFIG, MANIFEST
 from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure
+from fse_convert.sidecar.tensors import kernel_prefix
 
 FORMAT = "fse-convert"
 FORMAT_VERSION = 1
 DIGEST = "manifest_sha256"
 """The last key: SHA-256 of the manifest without it, encoded as the manifest is."""
+FUSED = "fused"
+"""Verdict of the layers that have their four tensors in ``fse/``."""
 NOT_ASKED = {"status": "not-run", "reason": "not asked for"}
+FETCH_AGAIN = "fetch the output again, or convert again"
+"""Hint for files that are missing or damaged."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One JSON object of the manifest: these keys, in this order, and no others."""
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One JSON object of the manifest: these keys, in this order. A reader ignores other keys; verification reports them."""
 
 
 class Tool(Record, frozen=True, kw_only=True):
@@ -62,7 +67,7 @@ class Layout(Record, frozen=True, kw_only=True):
     mma_types: list[str]
 
 
-class Widths(Record, frozen=True, kw_only=True):
+class ExpertWidths(Record, frozen=True, kw_only=True):
     """Width of one expert: in the source, in the output's standard layout (``main``), in the kernel layout."""
 
     source: Natural
@@ -76,7 +81,12 @@ class Model(Record, frozen=True, kw_only=True):
     family: str
     model_type: str
     n_shared_experts: Natural
-    width: Widths
+    width: ExpertWidths
+
+    @property
+    def shared_kernel_width(self) -> int:
+        """Width of all shared experts of a layer together, in the kernel layout."""
+        return self.n_shared_experts * self.width.kernel
 
 
 class ConfigEdit(Record, frozen=True, kw_only=True, rename={"old": "from", "new": "to"}):
@@ -148,6 +158,12 @@ class SourceIdentity(Record, frozen=True, kw_only=True):
     shards: dict[str, SourceShard]
     originals: dict[str, str]
 
+    def __post_init__(self) -> None:
+        if CONFIG not in self.files:
+            raise ValueError(f"`files` lacks {CONFIG}")
+        for text in (*self.files.values(), *self.originals.values()):
+            text.encode("utf-8")  # half a surrogate pair cannot be written back
+
 
 class ProofRecord(Record, frozen=True, kw_only=True):
     """What was proved when the output was written, by level; `fse_convert.verification` knows what each can hold."""
@@ -194,6 +210,11 @@ class Manifest(Record, frozen=True, kw_only=True):
         return {layer.name: layer.verdict for layer in self.layers}
 
     @property
+    def kernel_prefixes(self) -> list[str]:
+        """Prefixes of the tensors in ``fse/``, of every layer that has them."""
+        return [kernel_prefix(layer.name) for layer in self.layers if layer.verdict == FUSED]
+
+    @property
     def edits(self) -> list[tuple[str, str, int]]:
         """Edits of config.json as (section, key, old value), for undoing them."""
         return [(e.section, e.key, e.old) for e in self.config_edits]
@@ -216,7 +237,18 @@ def own_digest(value: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """Read the manifest of an output.
+    """Read the manifest of an output; see `read_value` for the errors."""
+    try:
+        manifest = typed(read_value(folder))
+    except ValueError as e:
+        raise _damaged(str(e)) from e
+    if (manifest.files is None) != (manifest.tensors is None):
+        raise _damaged("not as this version writes it: `files` and `tensors` are not both null or both there")
+    return manifest
+
+
+def read_value(folder: Folder) -> dict[str, Any]:
+    """Read the manifest of an output as JSON values, exactly as they were written.
 
     Raises InvalidCheckpoint when the folder is not an output of this tool or one of a newer version, VerificationFailure
     when its manifest is damaged: not the bytes that were written.
@@ -227,31 +259,49 @@ def read_manifest(folder: Folder) -> Manifest:
         raise InvalidCheckpoint(Problem("not-an-output", f"no {MANIFEST}: this is {what}", folder.label, hint))
     raw = folder.read(MANIFEST)
     try:
-        value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise _damaged(f"not valid JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise _damaged(f"a JSON {type(value).__name__}, expected an object")
-    _check_intact(value, raw)
-    try:
-        manifest = msgspec.convert(value, Manifest)
-    except msgspec.ValidationError as e:
-        raise _damaged(f"not as this version writes it: {e}") from e
-    if (manifest.files is None) != (manifest.tensors is None):
-        raise _damaged("not as this version writes it: files and tensors are not both null or both there")
-    return manifest
-
-
-def _check_intact(value: dict[str, Any], raw: bytes) -> None:
+        value = json_object(raw)
+        check_digest(value)
+    except ValueError as e:
+        raise _damaged(str(e)) from e
+    if encode_json(value) != raw or value.get("format") != FORMAT:
+        raise _damaged("it is not as it was written, though its digest fits")
     version = value.get("format_version")
-    stated = value.get(DIGEST)
-    intact = encode_json(value) == raw and own_digest(value) == stated and value.get("format") == FORMAT
-    if intact and type(version) is int and version > FORMAT_VERSION:  # JSON's true and 1.0 equal 1
+    if type(version) is int and version > FORMAT_VERSION:
         message = f"format version {version}, this fse-convert knows up to {FORMAT_VERSION}"
         raise InvalidCheckpoint(Problem("format-newer", message, MANIFEST, "use the fse-convert that wrote it, or a newer one"))
-    if not intact or type(version) is not int or version != FORMAT_VERSION:
-        raise _damaged(f"it is not as it was written: {DIGEST} states {stated}, its bytes give {own_digest(value)}")
+    if type(version) is not int or version != FORMAT_VERSION:  # JSON's true and 1.0 equal 1
+        raise _damaged(f"format version {version!r}, expected {FORMAT_VERSION}")
+    return value
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises ValueError."""
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}, expected an object")  # noqa: TRY004
+    return value
+
+
+def check_digest(value: Mapping[str, Any]) -> None:
+    """Compare a manifest with its own digest. Raises ValueError."""
+    try:
+        actual = own_digest(value)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"it cannot be encoded again: {e}") from e
+    if value.get(DIGEST) != actual:
+        raise ValueError(f"it is not as it was written: {DIGEST} is {value.get(DIGEST)!r:.80}, its content gives {actual}")
+
+
+def typed(value: Mapping[str, Any]) -> Manifest:
+    """Type the JSON values of a manifest. Raises ValueError, which names the JSON path."""
+    try:
+        return msgspec.convert(value, Manifest)
+    except (msgspec.ValidationError, UnicodeEncodeError) as e:  # the latter for a key with half a surrogate pair
+        raise ValueError(f"not as this version writes it: {e}") from e
 
 
 def _damaged(message: str) -> VerificationFailure:
-    return VerificationFailure(Problem("manifest-damaged", message, MANIFEST, "fetch the output again, or convert again"))
+    return VerificationFailure(Problem("manifest-damaged", message, MANIFEST, FETCH_AGAIN))

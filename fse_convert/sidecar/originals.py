@@ -1,7 +1,8 @@
-"""Small files and headers of the source, found again from those of the output: by undoing the edits and encoding as usual.
+"""Derives the source's config, index and headers (docs/format.md, "manifest.json", ``source``) from those of the output.
 
-The manifest knows the digest of every original, so a candidate is right or it is not. What no candidate gives (an index
-in an order of its own, a config with tabs) the manifest keeps as text, and `fse_convert.restoration` is exact in any case.
+The edits are undone and the result is encoded in the usual ways; the manifest has the digest of every original, which tells
+whether a candidate is it. Where none is (an index in another order, a config with tabs) the manifest keeps the text itself, so
+that `fse_convert.restoration` is exact in any case.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def pick(candidates: Iterable[bytes], digest: str) -> bytes | None:
 def config_candidates(converted: Mapping[str, Any], edits: Iterable[tuple[str, str, int]]) -> Iterator[bytes]:
     """Undo ``edits`` (section, key, old value) in a parsed config.json, and encode it in the usual ways.
 
-    Gives nothing where a section is not there, as in a config that is not the one that was converted.
+    Yields nothing where a section is missing: then it is not the config that was converted.
     """
     config = json.loads(json.dumps(converted))
     for section, key, old in edits:
@@ -34,17 +35,17 @@ def config_candidates(converted: Mapping[str, Any], edits: Iterable[tuple[str, s
     yield from _encodings(config)
 
 
-def index_candidates(converted: Mapping[str, Any], total_size: int, grown: int) -> Iterator[bytes]:
-    """Put the source's totals into a parsed index, and encode it in the usual ways; nothing where it has no metadata.
+def index_candidates(converted: Mapping[str, Any], total_size: int, added: int) -> Iterator[bytes]:
+    """Put the source's totals into a parsed index, and encode it in the usual ways; yield nothing where it has none.
 
-    ``total_size``: bytes of the source's tensors. ``grown``: elements that padding added, for ``total_parameters``.
+    ``total_size``: bytes of the source's tensors. ``added``: elements that padding added, for ``total_parameters``.
     """
-    stated = converted.get("metadata")
-    if not isinstance(stated, dict):
+    metadata = converted.get("metadata")
+    if not isinstance(metadata, dict):
         return
-    metadata = {**stated, "total_size": total_size}
+    metadata = {**metadata, "total_size": total_size}
     if isinstance(metadata.get("total_parameters"), int):
-        metadata["total_parameters"] -= grown
+        metadata["total_parameters"] -= added
     yield from _encodings({**converted, "metadata": metadata})
 
 
@@ -60,8 +61,8 @@ def header_candidates(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metad
         entries[name] = header_entry(dtype, shape, at, end)
         at = end
     bare = {k: v for k, v in metadata.items() if k != "format"}
-    for found in (metadata, None, bare):
-        yield encode_header(entries, found)
+    for candidate in (metadata, None, bare):
+        yield encode_header(entries, candidate)
 
 
 def _encodings(value: Any) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
-"""The tensors of ``OUT/fse``: names, dtypes and shapes of the MegaMoE kernel layout, for the writer and for every reader.
+"""The tensors of ``OUT/fse`` (docs/format.md, "Tensors"): names, dtypes and shapes, for the writer and for every reader.
 
-As vLLM 0.33 registers them (model_executor/layers/fused_moe/deep_gemm_mega_moe.py:410-448); see docs/format.md.
+As vLLM 0.33 registers them (model_executor/layers/fused_moe/deep_gemm_mega_moe.py:410-448).
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from fse_convert.serving import sglang as plugin
-from fse_convert.serving.sglang import modes, modules
+from fse_convert.serving.sglang import guards, hooks, modules
 from tests.serving.sglang_standins import Registry, method
 
 
@@ -25,7 +24,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     }
     cap = SimpleNamespace(get=lambda: int(os.environ.get(modules.CAP, "8192")))
     registry = Registry()
-    methods = dict.fromkeys((*modes.SAVES, *modes.SENDS, "get_weights_by_name"), method)
+    methods = dict.fromkeys((*guards.SAVES, *guards.SENDS, "get_weights_by_name"), method)
     exporter = type("WeightExporter", (), {"_weight_export_unsupported_reason": None, **methods})
     updater = type("SchedulerWeightUpdaterManager", (), {"begin_weight_update": method})
     checker = type("WeightChecker", (), {"handle": method})
@@ -55,8 +54,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             if depth > 1:
                 setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], sys.modules[path])
         vars(sys.modules[".".join(parts)]).update(values)
-    monkeypatch.setattr(plugin, "state", plugin.State())
-    monkeypatch.setattr(plugin, "_said", set())
+    monkeypatch.setattr(hooks, "state", hooks.State())
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.5.23")
     for variable in (modules.SWITCH, modules.CAP):
         monkeypatch.delenv(variable, raising=False)

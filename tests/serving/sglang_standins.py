@@ -1,4 +1,4 @@
-"""What stands in for SGLang's modules and registry in the tests of its plugin."""
+"""What stands in for SGLang's modules and registry in the tests of its hooks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fse_convert.errors import NotServable
 from fse_convert.layout import ue8m0
-from fse_convert.serving import sglang as plugin
-from fse_convert.serving.sglang import modules
+from fse_convert.serving.sglang import hooks, modules
 
 LAYER = "layers.1.ffn"
 MODULE = "model.layers.1.mlp.shared_experts.gate_up_proj"
@@ -85,26 +84,26 @@ class Registry:
 
     @property
     def hooks(self) -> dict[str, Any]:
-        return {target: hooks[-1][1] for target, hooks in self._hooks.items()}
+        return {target: registered[-1][1] for target, registered in self._hooks.items()}
 
     def register(self, target: str, hook: Any, kind: str, *, source: Any = None) -> None:
         self._hooks.setdefault(target, []).append((kind, hook, source))
 
     def apply_hooks(self) -> None:
-        for target, hooks in self._hooks.items():
+        for target, registered in self._hooks.items():
             if target in self._patched:
                 continue
             with suppress(Exception):
-                self._apply_target(target, hooks)
+                self._apply_target(target, registered)
                 self._patched.add(target)
 
-    def _apply_target(self, target: str, hooks: list[tuple[str, Any, Any]]) -> None:
+    def _apply_target(self, target: str, registered: list[tuple[str, Any, Any]]) -> None:
         parent, _, name = target.rpartition(".")
         place = pkgutil.resolve_name(parent)
         wrapped = getattr(place, name)
         if target in self.lost:
             raise TypeError(target)
-        for kind, hook, _source in hooks:
+        for kind, hook, _source in registered:
             wrapped = _wrap(wrapped, hook, kind)
         if target not in self.deaf:
             setattr(place, name, wrapped)
@@ -136,9 +135,9 @@ def served(folder: Path | None, config: Any = CONFIG, loader: str = "DefaultMode
     model_config = SimpleNamespace(
         model_path=path, hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"]), hf_text_config=config
     )
-    plugin.after_get_model_loader(type(loader, (), {})(), None, model_config)
+    hooks.after_get_model_loader(type(loader, (), {})(), None, model_config)
     if folder:
-        plugin.after_prepare_weights((str(folder), [], True), None, path, None)
+        hooks.after_prepare_weights((str(folder), [], True), None, path, None)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -176,7 +175,7 @@ def never(*_args: object) -> Any:
 def refused(mlp: SharedMlp) -> pytest.ExceptionInfo[NotServable]:
     """Build, and see that the weights are still there."""
     with pytest.raises(NotServable) as error:
-        plugin.around_shared(never, mlp)
+        hooks.around_shared(never, mlp)
     assert all(p.numel() for p in mlp.parameters())
     assert not modules.sealed_modules(mlp)
     return error

@@ -11,10 +11,9 @@ from torch import nn
 
 from fse_convert.errors import NotServable
 from fse_convert.layout import megamoe, ue8m0
-from fse_convert.plan.plan import Part
-from fse_convert.serving import sglang as plugin
-from fse_convert.serving.sglang import modules
+from fse_convert.serving.sglang import hooks, modules
 from fse_convert.serving.sidecar import KernelShared, open_sidecar
+from fse_convert.sidecar.tensors import KernelTensorName
 from fse_convert.testing.patch import flip_payload
 from tests.serving.sglang_standins import CONFIG, MODULE, Experts, Linear, SharedMlp, codes, loaded, never, raw, refused, served
 
@@ -30,7 +29,7 @@ def test_shared_experts_come_from_the_sidecar_and_the_originals_go(server, conve
         raw(t.detach()).clone() for t in (mlp.gate_up_proj.weight, mlp.down_proj.weight, mlp.down_proj.weight_scale_inv)
     )
     served(out, SimpleNamespace(**{**vars(CONFIG), "moe_intermediate_size": width}))
-    (l1, l1_scale), (l2, l2_scale) = plugin.around_shared(never, mlp)
+    (l1, l1_scale), (l2, l2_scale) = hooks.around_shared(never, mlp)
     assert torch.equal(raw(l1), megamoe.interleave(gate_up[:width], gate_up[width:]))
     assert torch.equal(raw(l2), down)
     down_scale = ue8m0.expand(ue8m0.from_fp32(scale.view(torch.float32)), 512, width, 32, 32)
@@ -39,9 +38,9 @@ def test_shared_experts_come_from_the_sidecar_and_the_originals_go(server, conve
     assert (l1_scale.dtype, l1_scale.shape, l1_scale.stride()) == (torch.int32, (2 * width, 4), (1, 2 * width))
     assert (l2_scale.dtype, l2_scale.shape, l2_scale.stride()) == (torch.int32, (512, width // 128), (1, 512))
     assert [p.numel() for p in mlp.parameters()] == [0, 0, 0, 0]
-    assert plugin.state.load.from_sidecar == [MODULE]
+    assert hooks.state.load.from_sidecar == [MODULE]
     assert (
-        plugin.state.load.freed == 2 * width * 512 + 4 * (2 * width * 512 + 512 * width) // 1024
+        hooks.state.load.freed == 2 * width * 512 + 4 * (2 * width * 512 + 512 * width) // 1024
     )  # L1, and FP32 scales of 32x32 blocks
 
 
@@ -53,7 +52,7 @@ def test_on_a_gpu_the_tensors_are_the_same_and_the_memory_comes_back(server, con
     mlps = [requantised(loaded(out)).to(device) for device in ("cpu", "cuda")]
     before = torch.cuda.memory_allocated()
     served(out, SimpleNamespace(hidden_size=2048, moe_intermediate_size=1024, n_shared_experts=1))
-    built = [[t for pair in plugin.around_shared(never, mlp) for t in pair] for mlp in mlps]
+    built = [[t for pair in hooks.around_shared(never, mlp) for t in pair] for mlp in mlps]
     for here, there in zip(*built, strict=True):
         assert there.device.type == "cuda"
         assert there.stride() == here.stride()
@@ -67,17 +66,17 @@ def test_without_a_sidecar_sglang_builds_and_the_originals_go_all_the_same(serve
     l2 = (mlp.down_proj.weight.data, torch.zeros(4))
     kept = l2[0].clone()
     served(made())
-    assert plugin.around_shared(lambda _mlp: (l1, l2), mlp) == (l1, l2)
+    assert hooks.around_shared(lambda _mlp: (l1, l2), mlp) == (l1, l2)
     assert [p.numel() for p in mlp.parameters()] == [0, 0, 0, 0]
     assert torch.equal(raw(l2[0]), raw(kept)), "SGLang's tuple aliases the weight of down"
-    assert plugin.state.load.freed == 768 * 512 + 4 * (768 * 512 + 512 * 384) // 1024
-    assert not plugin.state.load.from_sidecar
+    assert hooks.state.load.freed == 768 * 512 + 4 * (768 * 512 + 512 * 384) // 1024
+    assert not hooks.state.load.from_sidecar
 
 
 def test_dummy_weights_take_nothing_from_a_sidecar(server, converted):
     served(None, loader="DummyModelLoader")
     pair = (torch.zeros(1), torch.zeros(1))
-    assert plugin.around_shared(lambda _mlp: (pair, pair), loaded(converted())) == (pair, pair)
+    assert hooks.around_shared(lambda _mlp: (pair, pair), loaded(converted())) == (pair, pair)
 
 
 def test_strides_survive_one_column_of_scales():
@@ -161,12 +160,12 @@ def test_another_scale_than_those_beside_it_is_refused(server, converted, which)
     assert codes(refused(mlp)) == ["sidecar-stale"]
 
 
-@pytest.mark.parametrize("part", [Part.L1_SCALE, Part.L2_SCALE])
+@pytest.mark.parametrize("part", [KernelTensorName.L1_SCALE, KernelTensorName.L2_SCALE])
 @pytest.mark.parametrize("place", [0, -1])
 def test_another_scale_in_the_kernel_layout_is_refused(server, converted, part, place):
     """The other way round: a byte of ``fse/``, padding and all, against the scales just loaded."""
     shared = open_sidecar(converted()).tensors("layers.1.ffn.experts")
-    names = dict(zip(Part, shared._fields, strict=True))
+    names = dict(zip(KernelTensorName, shared._fields, strict=True))
     changed = getattr(shared, names[part]).t().clone()
     changed.view(torch.uint8).view(-1)[place] ^= 1
     with pytest.raises(NotServable) as error:
@@ -231,16 +230,16 @@ def test_shards_that_are_missing_count_in_a_folder_of_ones_own(server, converted
     if local:
         assert codes(refused(mlp)) == ["shard-missing"]
     else:
-        plugin.around_shared(never, mlp)
-        assert plugin.state.load.from_sidecar == [MODULE]
+        hooks.around_shared(never, mlp)
+        assert hooks.state.load.from_sidecar == [MODULE]
 
 
 def test_an_output_without_proof_is_taken_and_the_log_says_so_once(server, converted, caplog):
     out = converted("sglang-0.5.23", "v4.1-flash", "--verify", "none")
     served(out)
     with caplog.at_level("INFO"):
-        plugin.around_shared(never, loaded(out))
-        plugin.find_sidecar(plugin.state.load)
+        hooks.around_shared(never, loaded(out))
+        hooks.find_sidecar(hooks.state.load)
     assert caplog.text.count("--verify none") == 1
     assert str(out) in caplog.text
 
@@ -249,7 +248,7 @@ def test_a_foreign_folder_of_that_name_is_no_sidecar(server, made, tmp_path):
     out = shutil.copytree(made(), tmp_path / "out")
     (out / "fse").mkdir()
     served(out)
-    assert plugin.find_sidecar(plugin.state.load) is None
+    assert hooks.find_sidecar(hooks.state.load) is None
 
 
 def requantised(mlp: SharedMlp, *, change: int = 0) -> SharedMlp:
@@ -268,7 +267,7 @@ def requantised(mlp: SharedMlp, *, change: int = 0) -> SharedMlp:
 def test_requantised_blocks_are_compared_by_value(server, converted):
     out = converted("sglang-0.5.23", "v4-flash")
     served(out)
-    (l1, _), (l2, _) = plugin.around_shared(never, requantised(loaded(out)))
+    (l1, _), (l2, _) = hooks.around_shared(never, requantised(loaded(out)))
     assert torch.equal(raw(l2), raw(loaded(out).down_proj.weight.detach())), "the checkpoint's own bytes"
     assert l1.shape == (768, 512)
 
@@ -284,19 +283,19 @@ def test_weights_shuffled_for_flashinfer_are_not_compared(server, converted):
     mlp.down_proj.weight_scale_inv_shuffled = torch.zeros(4)
     mlp.down_proj.weight.data = mlp.down_proj.weight.data.flip(0)
     served(converted())
-    plugin.around_shared(never, mlp)
+    hooks.around_shared(never, mlp)
     assert mlp.down_proj.weight_scale_inv_shuffled.numel() == 0
 
 
 def test_routed_scales_go_where_the_kernel_has_its_own(server):
     served(None, loader="DefaultModelLoader")
     experts = Experts(2, 512, 384)
-    plugin.around_routed(lambda _e: None, experts)
+    hooks.around_routed(lambda _e: None, experts)
     assert (experts.w13_weight_scale_inv.numel(), experts.w2_weight_scale_inv.numel()) == (0, 0)
     assert experts.mega_w13_weight_scale_utccp.shape == (2, 768, 4)
-    assert plugin.state.load.freed == 4 * (2 * 768 * 4 + 2 * 512 * 3)
-    plugin.around_routed(lambda _e: None, experts)  # SGLang's builder returns early the second time
-    assert plugin.state.load.freed == 4 * (2 * 768 * 4 + 2 * 512 * 3)
+    assert hooks.state.load.freed == 4 * (2 * 768 * 4 + 2 * 512 * 3)
+    hooks.around_routed(lambda _e: None, experts)  # SGLang's builder returns early the second time
+    assert hooks.state.load.freed == 4 * (2 * 768 * 4 + 2 * 512 * 3)
 
 
 @pytest.mark.parametrize("kind", ["earlier release", "nvfp4", "w4a4", "no tuples", "other tuples"])
@@ -309,9 +308,9 @@ def test_routed_scales_stay_where_something_may_read_them(server, kind):
         experts.mega_l2_weights = (torch.empty(0), torch.empty(2, 512, 3, dtype=torch.int32))
     served(None)
     server.leaves["weight_cache_mode"] = "client"  # a mode that would be refused
-    plugin.around_routed(lambda _e: None, experts)
+    hooks.around_routed(lambda _e: None, experts)
     assert experts.w13_weight_scale_inv.numel()
-    assert plugin.state.load.freed == 0
+    assert hooks.state.load.freed == 0
 
 
 @pytest.mark.parametrize(
@@ -340,10 +339,10 @@ def test_autotuning_skips_what_is_gone():
 
 def test_the_sidecar_is_let_go(server, converted):
     served(converted())
-    plugin.around_shared(never, loaded(converted()))
-    sidecar = plugin.find_sidecar(plugin.state.load)
+    hooks.around_shared(never, loaded(converted()))
+    sidecar = hooks.find_sidecar(hooks.state.load)
     assert sidecar is not None
     assert sidecar._handles
-    plugin.after_load(None, nn.Linear(1, 1), "cpu")
+    hooks.after_load(None, nn.Linear(1, 1), "cpu")
     assert not sidecar._handles
     assert open_sidecar(converted()).layers == sidecar.layers

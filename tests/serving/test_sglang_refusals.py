@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fse_convert.errors import NotServable
-from fse_convert.serving import sglang as plugin
-from fse_convert.serving.sglang import modes, modules
+from fse_convert.serving.sglang import guards, hooks, modes, modules
 from tests.serving.sglang_standins import Experts, codes, loaded, never, refused, served
 
 READERS = {
@@ -47,7 +46,7 @@ def test_modes_that_read_the_originals_are_refused_by_name(server, converted, le
     assert named in str(error.value)
     assert f"{modules.SWITCH}=off" in str(error.value)
     with pytest.raises(NotServable):
-        plugin.around_routed(lambda _e: None, experts)
+        hooks.around_routed(lambda _e: None, experts)
     assert experts.w13_weight_scale_inv.numel()
 
 
@@ -98,12 +97,12 @@ def test_loaders_that_read_the_originals_are_refused(server, converted, loader):
 
 
 def test_an_architecture_with_a_fallback_keeps_everything(server, converted, caplog):
-    plugin.state.architectures = ("DeepseekV3ForCausalLM",)
+    hooks.state.architectures = ("DeepseekV3ForCausalLM",)
     served(converted())
     mlp, experts, pair = loaded(converted()), Experts(2, 512, 384), (torch.zeros(1), torch.zeros(1))
     with caplog.at_level("INFO"):
-        assert plugin.around_shared(lambda _mlp: (pair, pair), mlp) == (pair, pair)
-        plugin.around_routed(lambda _e: None, experts)
+        assert hooks.around_shared(lambda _mlp: (pair, pair), mlp) == (pair, pair)
+        hooks.around_routed(lambda _e: None, experts)
     assert mlp.gate_up_proj.weight.numel()
     assert experts.w13_weight_scale_inv.numel()
     assert caplog.text.count("nothing is freed") == 1
@@ -111,13 +110,13 @@ def test_an_architecture_with_a_fallback_keeps_everything(server, converted, cap
 
 @pytest.mark.parametrize("kind", ["lost", "deaf"])
 def test_a_guard_that_sglang_does_not_take_stops_everything(server, converted, kind):
-    getattr(server.registry, kind).add(modes.CHECKER)
+    getattr(server.registry, kind).add(guards.CHECKER)
     served(converted())
     error = refused(loaded(converted()))
     assert codes(error) == ["release-unknown"]
-    assert modes.CHECKER in str(error.value)
-    assert modes.UPDATER not in str(error.value)
-    assert not plugin.state.guarded
+    assert guards.CHECKER in str(error.value)
+    assert guards.UPDATER not in str(error.value)
+    assert not hooks.state.guarded
 
 
 def test_a_method_that_moved_stops_everything(server, converted):
@@ -125,24 +124,24 @@ def test_a_method_that_moved_stops_everything(server, converted):
     served(converted())
     error = refused(loaded(converted()))
     assert codes(error) == ["release-unknown"]
-    assert modes.UPDATER in str(error.value)
+    assert guards.UPDATER in str(error.value)
 
 
 @pytest.mark.parametrize("passes_on", [True, False])
 def test_guards_are_there_where_another_plugin_was_first(server, converted, passes_on):
-    """SGLang applies hooks to a target once; that it has been at it says nothing of ours, nor does the other plugin."""
+    """SGLang applies hooks to a target once; that it has been at it says nothing of ours, nor does the other hooks."""
     seen = []
 
     def others(original, *args, **kwargs):
         seen.append(args)
         return original(*args, **kwargs) if passes_on else "another plugin's"
 
-    for target in (modes.CHECKER, modes.UPDATER):
+    for target in (guards.CHECKER, guards.UPDATER):
         server.registry.register(target, others, "around")
     server.registry.apply_hooks()
     served(converted())
     mlp = loaded(converted())
-    plugin.around_shared(never, mlp)
+    hooks.around_shared(never, mlp)
     assert not seen, "the proof that a guard is there calls nobody else"
     checker = server.checker()
     checker._get_model = lambda: mlp
@@ -156,12 +155,12 @@ def test_guards_are_there_where_another_plugin_was_first(server, converted, pass
 
 def test_guards_cover_the_exports_of_a_release_without_marks(server, converted):
     served(converted())
-    plugin.around_shared(never, loaded(converted()))
-    assert set(server.registry.applied) == {modes.UPDATER, modes.CHECKER}
-    plugin.state.guarded = False
+    hooks.around_shared(never, loaded(converted()))
+    assert set(server.registry.applied) == {guards.UPDATER, guards.CHECKER}
+    hooks.state.guarded = False
     del server.exporter._weight_export_unsupported_reason
-    plugin.guard()
-    assert {name.rpartition(".")[2] for name in server.registry.applied} >= {*modes.SAVES, *modes.SENDS, "get_weights_by_name"}
+    guards.install()
+    assert {name.rpartition(".")[2] for name in server.registry.applied} >= {*guards.SAVES, *guards.SENDS, "get_weights_by_name"}
     mlp = loaded(converted())
     modules.free_shared(mlp, ())
     exporter = server.exporter()
@@ -175,8 +174,8 @@ def test_freed_modules_refuse_with_what_to_change(server, converted, monkeypatch
     monkeypatch.setenv(modules.CAP, "4096")
     served(converted())
     mlp, experts = loaded(converted()), Experts(2, 512, 384)
-    plugin.around_shared(never, mlp)
-    plugin.around_routed(lambda _e: None, experts)
+    hooks.around_shared(never, mlp)
+    hooks.around_routed(lambda _e: None, experts)
     for call in (mlp, experts, experts.run_moe_core):
         with pytest.raises(RuntimeError, match=rf"{modules.CAP} \(4096\).*--chunked-prefill-size"):
             call(torch.zeros(1))
@@ -184,11 +183,11 @@ def test_freed_modules_refuse_with_what_to_change(server, converted, monkeypatch
     assert modules.sealed_modules(model) == ["model.layers.1.mlp.shared_experts", "experts of layer 1"]
     original = SimpleNamespace(get_model=lambda: model, _get_model=lambda: model)
     with pytest.raises(RuntimeError, match="weight checks"):
-        modes.refuse_check(never, original, "checksum")
+        guards.refuse_check(never, original, "checksum")
     with pytest.raises(RuntimeError, match="weight exports"):
-        modes.refuse_save(never, original, "path")
-    assert modes.refuse_send(never, original)[0] is False
-    assert modes.refuse_get(never, original, "name") is None
+        guards.refuse_save(never, original, "path")
+    assert guards.refuse_send(never, original)[0] is False
+    assert guards.refuse_get(never, original, "name") is None
     for module in (mlp, experts):
         assert "online weight updates" in module._derived_weight_cache_error
         assert "weight exports" in module._weight_export_error
@@ -196,5 +195,5 @@ def test_freed_modules_refuse_with_what_to_change(server, converted, monkeypatch
 
 def test_a_model_that_lost_nothing_is_checked_and_saved_as_ever():
     original = SimpleNamespace(get_model=lambda: nn.Linear(1, 1), _get_model=lambda: nn.Linear(1, 1))
-    for guard in (modes.refuse_check, modes.refuse_save, modes.refuse_send, modes.refuse_get):
+    for guard in (guards.refuse_check, guards.refuse_save, guards.refuse_send, guards.refuse_get):
         assert guard(lambda _self, argument: argument, original, "argument") == "argument"

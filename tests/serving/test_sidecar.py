@@ -16,9 +16,10 @@ from safetensors import safe_open
 
 from fse_convert.checkpoint.names import INDEX
 from fse_convert.errors import NotServable
-from fse_convert.plan.plan import Part
 from fse_convert.servers.targets import MEGAMOE_128, MEGAMOE_512
-from fse_convert.serving.sidecar import KernelShared, Sidecar, Widths, is_converted, locate, open_sidecar
+from fse_convert.serving.sidecar import KernelShared, Sidecar, locate, open_sidecar
+from fse_convert.sidecar.manifest import ExpertWidths
+from fse_convert.sidecar.tensors import KernelTensorName
 from fse_convert.testing.patch import ShardPatch, Stored, edit_manifest
 
 Run = Callable[..., tuple[int, str, str]]
@@ -32,6 +33,15 @@ STORAGE = ("megamoe-512", "v4.1-flash", "--verify", "storage")
 @pytest.fixture
 def folder(converted: Callable[..., Path]) -> Path:
     return converted(*STORAGE)
+
+
+def merge(value: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Change keys of an object, and of the objects in it; the others stay."""
+    for key, new in changes.items():
+        if isinstance(new, dict):
+            merge(value[key], new)
+        else:
+            value[key] = new
 
 
 @pytest.fixture
@@ -63,13 +73,12 @@ def refusal(call: Callable[[], object]) -> str:
 
 def test_what_it_says(folder: Path) -> None:
     sidecar = open_sidecar(folder)
-    assert (sidecar.contract, sidecar.layout, sidecar.layout_version) == ("megamoe-512", "megamoe-fp8-shared", 1)
-    assert sidecar.widths == Widths(source=384, main=512, kernel=512)
-    assert (sidecar.n_shared, sidecar.width, sidecar.hidden, sidecar.layers) == (1, 512, 512, LAYERS)
+    written = sidecar.manifest
+    assert (written.contract.name, written.layout.name, written.layout.version) == ("megamoe-512", "megamoe-fp8-shared", 1)
+    assert written.model.width == ExpertWidths(source=384, main=512, kernel=512)
+    assert (written.model.n_shared_experts, sidecar.width, sidecar.hidden, sidecar.layers) == (1, 512, 512, LAYERS)
     assert sidecar.nbytes(LAYERS[0]) == 3 * 512 * 512 * 33 // 32
-    assert sidecar.manifest["tool"]["name"] == "fse-convert"
-    assert is_converted(folder)
-    assert not is_converted(folder / "fse")
+    assert written.tool.name == "fse-convert"
 
 
 def test_tensors_are_as_the_kernel_takes_them(folder: Path) -> None:
@@ -77,9 +86,12 @@ def test_tensors_are_as_the_kernel_takes_them(folder: Path) -> None:
     with safe_open(shard(folder), framework="pt") as f:
         for prefix in LAYERS:
             tensors = sidecar.tensors(prefix)
-            stored = {part: f.get_tensor(f"{prefix}.{part.value}") for part in Part}
+            stored = {part: f.get_tensor(f"{prefix}.{part.value}") for part in KernelTensorName}
             expected = KernelShared(
-                stored[Part.L1_WEIGHT], stored[Part.L1_SCALE].t(), stored[Part.L2_WEIGHT], stored[Part.L2_SCALE].t()
+                stored[KernelTensorName.L1_WEIGHT],
+                stored[KernelTensorName.L1_SCALE].t(),
+                stored[KernelTensorName.L2_WEIGHT],
+                stored[KernelTensorName.L2_SCALE].t(),
             )
             for name, mine, his in zip(tensors._fields, tensors, expected, strict=True):
                 assert (mine.dtype, mine.shape, mine.stride()) == (his.dtype, his.shape, his.stride()), name
@@ -88,7 +100,7 @@ def test_tensors_are_as_the_kernel_takes_them(folder: Path) -> None:
     assert (tensors.l1_scale.shape, tensors.l1_scale.stride()) == ((1024, 4), (1, 1024))
     assert (tensors.l2_scale.shape, tensors.l2_scale.stride()) == ((512, 4), (1, 512))
     sidecar.close()
-    assert torch.equal(sidecar.tensor(LAYERS[0], Part.L1_SCALE), sidecar.tensors(LAYERS[0]).l1_scale)
+    assert torch.equal(sidecar.tensor(LAYERS[0], KernelTensorName.L1_SCALE), sidecar.tensors(LAYERS[0]).l1_scale)
 
 
 def test_opening_imports_neither_torch_nor_click(folder: Path) -> None:
@@ -108,19 +120,23 @@ def test_an_unknown_layer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"format": "other"}, "manifest-invalid"),
-        ({"format_version": 2}, "manifest-version"),
-        ({"layout": {"name": "megamoe-fp8-shared", "version": 2}}, "layout-unknown"),
-        ({"layout": {"name": "other", "version": 1}}, "layout-unknown"),
-        ({"layout": None}, "manifest-invalid"),
-        ({"model": {"n_shared_experts": 1, "width": {"source": 384}}}, "manifest-invalid"),
-        ({"contract": {"name": "megamoe-128"}}, "layout-unknown"),
-        ({"model": {"n_shared_experts": 2, "width": {"source": 384, "main": 512, "kernel": 512}}}, "sidecar-incomplete"),
+        pytest.param({"format": "other"}, "manifest-invalid", id="another format"),
+        pytest.param({"format_version": 2}, "manifest-version", id="a later format version"),
+        pytest.param({"layout": {"version": 2}}, "layout-unknown", id="a later layout version"),
+        pytest.param({"layout": {"name": "other"}}, "layout-unknown", id="another layout"),
+        pytest.param({"layout": None}, "manifest-invalid", id="no layout"),
+        pytest.param({"model": {"width": {"kernel": None}}}, "manifest-invalid", id="no kernel width"),
+        pytest.param({"contract": {"name": "megamoe-128"}}, "layout-unknown", id="another contract than the shards'"),
+        pytest.param({"model": {"n_shared_experts": 2}}, "sidecar-incomplete", id="twice the shared experts"),
+        pytest.param({"unknown": "\ud800", "model": {"unknown": [1e400]}}, "", id="more keys"),
     ],
 )
 def test_manifests_that_are_not_ours(out: Path, changes: dict[str, Any], code: str) -> None:
-    edit_manifest(out, lambda manifest: manifest.update(changes))
-    assert f"[{code}]" in refusal(lambda: open_sidecar(out))
+    edit_manifest(out, lambda manifest: merge(manifest, changes))
+    if code:
+        assert f"[{code}]" in refusal(lambda: open_sidecar(out))
+    else:
+        assert open_sidecar(out).layers == LAYERS
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{"])

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fse_convert.errors import NotServable
-from fse_convert.plan.plan import Part
 from fse_convert.serving.sidecar import Sidecar, open_sidecar
-from fse_convert.serving.vllm.takeover import SLOTS, Block, Takeover, find_blocks, marker, server_target
+from fse_convert.serving.vllm.takeover import SLOTS, Block, Takeover, find_blocks, marker
+from fse_convert.sidecar.tensors import KernelTensorName
 from fse_convert.testing.patch import flip_payload
-from tests.releases import NEWEST
 
 H, S = 512, 512
 LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts")
@@ -34,10 +33,10 @@ class Parameters(nn.Module):
         super().__init__()
         self.intermediate_size = width
         shapes = {
-            Part.L1_WEIGHT: torch.zeros(2 * width, H, dtype=torch.float8_e4m3fn),
-            Part.L1_SCALE: torch.zeros(H // 128, 2 * width, dtype=torch.int32).t(),
-            Part.L2_WEIGHT: torch.zeros(H, width, dtype=torch.float8_e4m3fn),
-            Part.L2_SCALE: torch.zeros(width // 128, H, dtype=torch.int32).t(),
+            KernelTensorName.L1_WEIGHT: torch.zeros(2 * width, H, dtype=torch.float8_e4m3fn),
+            KernelTensorName.L1_SCALE: torch.zeros(H // 128, 2 * width, dtype=torch.int32).t(),
+            KernelTensorName.L2_WEIGHT: torch.zeros(H, width, dtype=torch.float8_e4m3fn),
+            KernelTensorName.L2_SCALE: torch.zeros(width // 128, H, dtype=torch.int32).t(),
         }
         for part, value in shapes.items():
             self.register_parameter(part.value, nn.Parameter(value, requires_grad=False))
@@ -127,7 +126,7 @@ def refusal(call: Callable[[], object]) -> str:
 def assert_holds(block: Moe, sidecar: Sidecar, prefix: str) -> None:
     experts = block.experts
     held = (
-        [getattr(experts, p.value) for p in Part]
+        [getattr(experts, p.value) for p in KernelTensorName]
         if isinstance(experts, Parameters)
         else [*getattr(experts, SLOTS[0]), *getattr(experts, SLOTS[1])]
     )
@@ -142,7 +141,7 @@ def test_parameters(sidecar: Sidecar) -> None:
     with takeover:
         for block, prefix in zip(blocks, LAYERS, strict=True):
             names = give(block, marker(prefix))
-            assert set(names) == {f"model.layers.0.ffn.experts.{part.value}" for part in Part}
+            assert set(names) == {f"model.layers.0.ffn.experts.{part.value}" for part in KernelTensorName}
     takeover.finish()
     for block, prefix in zip(blocks, LAYERS, strict=True):
         assert_holds(block, sidecar, prefix)
@@ -267,14 +266,6 @@ def test_everything_is_put_back_after_an_error(sidecar: Sidecar) -> None:
     with pytest.raises(KeyError), Takeover(sidecar, model(*blocks), "0.33.0"):
         raise KeyError
     assert not {"load_shared_expert_weight", "finalize_weights"} & (set(vars(blocks[0].experts)) | set(vars(blocks[1].experts)))
-
-
-@pytest.mark.parametrize(
-    ("version", "name"),
-    [("0.30.0", "vllm-0.30"), ("0.31.2rc1.dev5+gabc", "vllm-0.31"), ("0.99.0", NEWEST.name), ("dev", NEWEST.name)],
-)
-def test_targets(version: str, name: str) -> None:
-    assert server_target(version).name == name
 
 
 def test_generations() -> None:

@@ -1,22 +1,17 @@
-"""The ways of running SGLang that still read the weights which the plugin frees, as data, and how they are recognised.
+"""The ways of running SGLang that read the weights which the plugin frees, as data, and how they are recognised.
 
-`refuse` is asked before anything is freed; `guard` covers what arrives later as a request. Sources: paths below ``sglang/srt/`` of
-release 0.5.23. To add a mode, add a row to `MODES`.
+`refuse` runs before anything is freed; `fse_convert.serving.sglang.guards` refuse requests later. Sources: paths below
+``sglang/srt/`` of release 0.5.23. To add a mode, add a row to `MODES`.
 """
 
 from __future__ import annotations
 
-import logging
-import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from fse_convert.errors import NotServable, Problem
-from fse_convert.serving.sglang.modules import CAP, KEEP, reason, sealed_modules
-
-logger = logging.getLogger(__name__)
+from fse_convert.serving.sglang.modules import CAP, KEEP
 
 Leaf = Callable[[str], Any]
 """Reads one value of SGLang's resolved configuration by its flat name; None when the release has no such value."""
@@ -27,7 +22,10 @@ LOADERS = frozenset({"DefaultModelLoader", "DummyModelLoader"})
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A mode that reads the originals: how to see it, why, and what to change. ``{value}`` is that of the first leaf."""
+    """A mode that reads the originals.
+
+    ``leaf``: the configuration value that shows it, ``hit``: by which values. ``why`` it reads them, and what to ``change``.
+    """
 
     leaf: str
     hit: Callable[[Any, Leaf], bool]
@@ -40,7 +38,7 @@ def _is_set(value: Any, _leaf: Leaf) -> bool:
 
 
 def _above_cap(requests: Any, leaf: Leaf) -> bool:
-    """Whether the decode batches that the configuration allows can be larger than MegaMoE takes, per rank.
+    """Tell whether the decode batches that the configuration allows can be larger than MegaMoE takes, per rank.
 
     SGLang itself looks at the batches that it has CUDA graphs for (arg_groups/mega_moe_hook.py:102, 169); larger ones run without
     a graph, and above the cap past MegaMoE (layers/moe/mega_moe.py:192). Prefill nodes decode nothing.
@@ -159,83 +157,8 @@ def _problem(message: str, change: str) -> Problem:
 
 
 def may_fall_back(architectures: Iterable[str], without_fallback: Iterable[str]) -> bool:
-    """Whether SGLang may run this model past MegaMoE on purpose, so that its originals must stay.
+    """Tell whether SGLang may run this model past MegaMoE on purpose, so that its originals must stay.
 
     ``without_fallback``: the architectures whose batches it checks at start-up (arg_groups/mega_moe_hook.py:52).
     """
     return not set(architectures) & set(without_fallback)
-
-
-# What arrives as a request, when it is too late to refuse at start-up -------------------------------------------------------
-
-UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update"
-CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
-EXPORTER = "sglang.srt.model_executor.model_runner_components.weight_exporter.WeightExporter"
-SAVES = ("save_remote_model", "save_sharded_model")
-SENDS = ("init_weights_send_group_for_remote_instance", "send_weights_to_remote_instance")
-
-
-def refuse_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """AROUND `UPDATER`: answer a session of weight updates with a refusal, before weights are unpacked in place for it."""
-    runners = manager._select_runners(request.selector)
-    if any(sealed_modules(runner.model) for _, runner in runners):
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
-
-        return BeginWeightUpdateReqOutput(success=False, message=reason("online weight updates"))
-    return original(manager, request)
-
-
-def refuse_check(original: Callable[..., Any], checker: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `CHECKER`: a checksum over freed weights would be one over nothing. Raises RuntimeError, which SGLang reports."""
-    if sealed_modules(checker._get_model()):
-        raise RuntimeError(reason("weight checks"))
-    return original(checker, *args, **kwargs)
-
-
-def refuse_save(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND the saves of 0.5.22, which does not look at ``_weight_export_error``. Raises RuntimeError, as 0.5.23 does."""
-    if sealed_modules(exporter.get_model()):
-        raise RuntimeError(reason("weight exports"))
-    return original(exporter, *args, **kwargs)
-
-
-def refuse_send(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND the transfers to other instances of 0.5.22: ``(False, why)``, as 0.5.23 answers."""
-    if sealed_modules(exporter.get_model()):
-        return False, reason("transfers to other instances")
-    return original(exporter, *args, **kwargs)
-
-
-def refuse_get(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``get_weights_by_name`` of 0.5.22: logs why and answers None, as 0.5.23 does."""
-    if sealed_modules(exporter.get_model()):
-        logger.error(reason("weight exports"))
-        return None
-    return original(exporter, *args, **kwargs)
-
-
-PROBE = object()
-"""Given to a hooked method in place of its object; only a guard gives it back."""
-
-
-def answers(target: str) -> bool:
-    """Whether what is called under a target's name is one of our guards, before anything else of another plugin or SGLang."""
-    return pkgutil.resolve_name(target)(PROBE) is PROBE
-
-
-def _probed(hook: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(hook)
-    def guarded(original: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
-        return subject if subject is PROBE else hook(original, subject, *args, **kwargs)
-
-    return guarded
-
-
-def guards(marks_exports: bool) -> dict[str, Callable[..., Any]]:
-    """Hooks, by target, that must be in place once anything is freed. ``marks_exports``: SGLang heeds ``_weight_export_error``."""
-    found: dict[str, Callable[..., Any]] = {UPDATER: refuse_update, CHECKER: refuse_check}
-    if not marks_exports:
-        found |= {f"{EXPORTER}.{name}": refuse_save for name in SAVES}
-        found |= {f"{EXPORTER}.{name}": refuse_send for name in SENDS}
-        found[f"{EXPORTER}.get_weights_by_name"] = refuse_get
-    return {target: _probed(hook) for target, hook in found.items()}

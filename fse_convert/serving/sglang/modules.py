@@ -1,4 +1,4 @@
-"""What the SGLang plugin does to modules: find them in a checkpoint, compare, free, and make sure that nothing reads what is gone.
+"""What the SGLang plugin does to modules: find them in a checkpoint, compare, free, and keep others from reading what is freed.
 
 Needs torch, not SGLang: every function takes the modules as they are. Sources: paths below ``sglang/srt/`` of release 0.5.23.
 """
@@ -10,16 +10,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fse_convert.errors import NotServable, Problem
+from fse_convert.serving.sidecar import KernelShared, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fse_convert.serving.sidecar import KernelShared
-
+NAME = "fse-convert"
+"""Of the plugin, in ``SGLANG_PLUGINS``, and of the distribution."""
 SWITCH = "FSE_CONVERT_SGLANG"
 """Environment variable: ``off`` leaves SGLang as it is."""
 KEEP = f"{SWITCH}=off keeps the originals"
+UNPLACED = f"serve without the plugin: {KEEP}"
 CAP = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
 FUSE = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_FUSE_SHARED_EXPERTS"
 SEALED = "_fse_convert_freed"
@@ -53,21 +54,15 @@ def checkpoint_prefix(module_prefix: str, layers: Iterable[str]) -> str:
         drafts = [n for n in names if n.startswith("mtp.")]
         if len(drafts) == 1:
             return drafts[0]
-        raise _unplaced(
-            "prefix-ambiguous", f"a NextN draft needs exactly one MTP layer in kernel layout, found {drafts}", module_prefix
-        )
-    for pattern, template in PREFIXES:
-        match = pattern.fullmatch(module_prefix)
-        if match:
-            name = template.format(match[1])
-            if name in names:
-                return name
-            raise _unplaced("prefix-missing", f"{name} is not in kernel layout", module_prefix)
-    raise _unplaced("prefix-unknown", "the plugin does not know which layer of the checkpoint this is", module_prefix)
-
-
-def _unplaced(code: str, message: str, where: str) -> NotServable:
-    return NotServable(Problem(code, message, where, f"serve without the plugin: {KEEP}"))
+        message = f"a NextN draft needs exactly one MTP layer in kernel layout, fse/ has {drafts}"
+        refuse("prefix-ambiguous", message, module_prefix, UNPLACED)
+    matches = ((pattern.fullmatch(module_prefix), template) for pattern, template in PREFIXES)
+    name = next((template.format(match[1]) for match, template in matches if match), None)
+    if name is None:
+        refuse("prefix-unknown", "the plugin does not know which layer of the checkpoint this is", module_prefix, UNPLACED)
+    if name not in names:
+        refuse("prefix-missing", f"{name} is not in kernel layout", module_prefix, UNPLACED)
+    return name
 
 
 def check_shapes(shared_experts: Any, hidden: int, width: int, target: str) -> None:
@@ -75,12 +70,12 @@ def check_shapes(shared_experts: Any, hidden: int, width: int, target: str) -> N
 
     Raises NotServable, with the target to convert for.
     """
-    found = (tuple(shared_experts.gate_up_proj.weight.shape), tuple(shared_experts.down_proj.weight.shape))
+    actual = (tuple(shared_experts.gate_up_proj.weight.shape), tuple(shared_experts.down_proj.weight.shape))
     expected = ((2 * width, hidden), (hidden, width))
-    if found != expected:
-        message = f"the model's shared experts are {found[0]} and {found[1]}, fse/ holds {expected[0]} and {expected[1]}"
+    if actual != expected:
+        message = f"the model's shared experts are {actual[0]} and {actual[1]}, fse/ holds {expected[0]} and {expected[1]}"
         hint = f"serve the config.json that was written beside fse/, or convert again with --target {target}"
-        raise NotServable(Problem("width-mismatch", message, shared_experts.gate_up_proj.prefix, hint))
+        refuse("width-mismatch", message, shared_experts.gate_up_proj.prefix, hint)
 
 
 def check_contents(shared_experts: Any, shared: KernelShared) -> None:
@@ -108,7 +103,7 @@ def check_contents(shared_experts: Any, shared: KernelShared) -> None:
     if not same:
         message = "fse/ holds other weights than the shards beside it"
         hint = f"convert the checkpoint again after every change to its weights; {KEEP}"
-        raise NotServable(Problem("sidecar-stale", message, gate_up.prefix, hint))
+        refuse("sidecar-stale", message, gate_up.prefix, hint)
 
 
 def _bytes(weight: Tensor) -> Tensor:
@@ -130,7 +125,7 @@ def _is_packed(linear: Any) -> bool:
 
 
 def _same_scales(gate_up: Any, down: Any, shared: KernelShared) -> bool:
-    """Whether block scales as loaded, FP32 or E8M0 bytes, are those of ``fse/``: one per row and 32 columns, all of them.
+    """Compare block scales as loaded, FP32 or E8M0 bytes, with those of ``fse/``: one per row and 32 columns, all of them.
 
     Blocks as SGLang's builder of the kernel's tensors takes them (layers/moe/mega_moe.py:732).
     """
@@ -150,7 +145,7 @@ def _same_scales(gate_up: Any, down: Any, shared: KernelShared) -> bool:
 
 
 def _requantised(gate_up: Any, down: Any, pairs: Iterable[tuple[Tensor, Tensor]], shared: KernelShared) -> bool:
-    """Whether weights that SGLang has requantised have the values of ``fse/``; a few rows at a time.
+    """Compare the values of weights that SGLang has requantised with those of ``fse/``, a few rows at a time.
 
     ``pairs``: loaded and ours, uint8 ``[n / 8, 8, k]``. Loaded scales: int32 with a byte per row and 128 columns of K.
     """
@@ -226,7 +221,7 @@ def free_shared(shared_experts: Any, kept: Iterable[Tensor]) -> int:
 
 
 def has_routed_copies(experts: Any) -> bool:
-    """Whether the kernel has its own copies of the routed scales, so that nothing but the unfused path reads the originals.
+    """Tell whether the kernel has its own copies of the routed scales, so that only the unfused path reads the originals.
 
     Only for MXFP4 weights with FP8 activations on SM100, where the kernel's tuples hold the registered UTCCP parameters
     (0.5.23 layers/moe/mega_moe.py:566-582, 670-701). SM90, ROCm, NVFP4, FP4 activations and earlier releases have none.
@@ -279,18 +274,18 @@ def _raising(name: str) -> Callable[..., NoReturn]:
 
 
 def sealed_modules(model: Any) -> list[str]:
-    """Names of the modules of a model that were freed."""
+    """Name the modules of a model that were freed."""
     return [name for m in model.modules() if (name := getattr(m, SEALED, None))]
 
 
 def fused_layers(model: Any) -> Mapping[str, bool]:
-    """Every MoE layer that MegaMoE runs and that has a shared MLP, and whether it is fused (models/deepseek_v2.py:858-860).
+    """List every MoE layer that MegaMoE runs and that has a shared MLP, and whether it is fused (models/deepseek_v2.py:858-860).
 
     Shared experts that SGLang routes as one more expert (slot fusion) have no MLP of their own.
     """
-    found: dict[str, bool] = {}
+    layers: dict[str, bool] = {}
     for name, module in model.named_modules():
         has_mlp = getattr(module, "shared_experts", None) is not None and hasattr(module, "mega_shared_l1_weights")
         if has_mlp and getattr(module.experts, "_mega_moe_weights_built", False):
-            found[name] = module.mega_shared_l1_weights is not None
-    return found
+            layers[name] = module.mega_shared_l1_weights is not None
+    return layers

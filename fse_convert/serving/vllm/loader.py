@@ -1,9 +1,8 @@
 """The loader behind vLLM's ``--load-format fse``; importable inside vLLM 0.29-0.33 only.
 
-Everything but the shared experts loads as `DefaultModelLoader` loads it. Under the checkpoint's names of the shared experts the
-model is given a `marker`, by which it says where it would have put the tensor; `fse_convert.serving.vllm.takeover` then
-copies the kernel-layout tensors there. So the names of modules are vLLM's business, for the model, for its MTP and DSpark
-drafts and for the multimodal wrapper alike.
+Everything but the shared experts loads as `DefaultModelLoader` loads it. In place of the shared experts' tensors the model is
+given a `marker` each, and where it puts the marker, `fse_convert.serving.vllm.takeover` copies the kernel-layout tensors. So
+vLLM itself maps checkpoint names to modules, for the model, for its MTP and DSpark drafts and for the multimodal wrapper alike.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +19,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from fse_convert.errors import NotServable, Problem
-from fse_convert.serving.sidecar import UNPROVED, Sidecar, locate, open_sidecar
+from fse_convert.serving.sidecar import UNPROVED, Sidecar, locate, open_sidecar, refuse
 from fse_convert.serving.vllm.takeover import WITHOUT, Takeover, find_blocks, marker
+from fse_convert.sidecar.tensors import kernel_prefix
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,7 +47,10 @@ class FseModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Load every weight of ``model``; see the class."""
         folder = locate(model_config.model, model_config.revision, self.load_config.download_dir)
-        sidecar = _open(folder, whole=Path(model_config.model).is_dir())
+        # A draft may be what has no sidecar: every refusal also says how to load without this plugin.
+        sidecar = open_sidecar(folder, whole=Path(model_config.model).is_dir(), otherwise=WITHOUT)
+        if not sidecar.proved:
+            logger.warning(UNPROVED, folder)
         takeover = Takeover(sidecar, model, vllm.__version__)
         self._takeover = takeover
         try:
@@ -61,7 +62,8 @@ class FseModelLoader(DefaultModelLoader):  # type: ignore[misc]
             sidecar.close()
         logger.info(
             "Shared experts of %d layers: %.2f GiB in kernel layout from %s/fse (%s, width %d); the originals were left out.",
-            len(takeover.taken), takeover.nbytes / GIB, folder, sidecar.contract, sidecar.widths.kernel,
+            len(takeover.taken), takeover.nbytes / GIB, folder,
+            sidecar.manifest.contract.name, sidecar.manifest.model.width.kernel,
         )  # fmt: skip
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -73,33 +75,22 @@ class FseModelLoader(DefaultModelLoader):  # type: ignore[misc]
         takeover = self._takeover
         if takeover is None and any(block.slots and block.module.shared_experts is None for block in find_blocks(model)):
             message = "this release has no place left to reload shared experts into"
-            raise NotServable(Problem("reload-unsupported", message, model_config.model, "restart the server"))
+            refuse("reload-unsupported", message, model_config.model, "restart the server")
         for name, tensor in super().get_all_weights(model_config, model):
             prefix = taken_prefix(name, takeover.sidecar) if takeover else None
             yield name, tensor if prefix is None else marker(prefix)
 
 
-def _open(folder: Path, *, whole: bool) -> Sidecar:
-    """Open the sidecar; every refusal also says how to load without this plugin, since a draft may be what has none."""
-    try:
-        sidecar = open_sidecar(folder, whole=whole)
-    except NotServable as e:
-        raise NotServable(*(replace(p, hint=f"{p.hint}; {WITHOUT}".lstrip("; ")) for p in e.problems)) from e
-    if not sidecar.proved:
-        logger.warning(UNPROVED, folder)
-    return sidecar
-
-
 def taken_prefix(name: str, sidecar: Sidecar) -> str | None:
-    """Prefix of the sidecar's layer whose shared expert a checkpoint tensor belongs to; None for every other tensor."""
+    """Return the prefix of the sidecar's layer whose shared expert a checkpoint tensor belongs to; None for every other tensor."""
     match = SHARED.match(name)
-    prefix = f"{match.group(1)}.experts" if match else ""
+    prefix = kernel_prefix(match[1]) if match else ""
     return prefix if prefix in sidecar.layers else None
 
 
 @contextmanager
 def skipping(sidecar: Sidecar) -> Iterator[None]:
-    """Have vLLM's iterators hand out markers without reading what they stand for.
+    """Make vLLM's iterators yield markers without reading what they stand for.
 
     They open shards by the name ``safe_open`` of their module (0.33 model_loader/weight_utils.py, the same since 0.29). The eager
     and the multi-threaded strategy read whole files in other ways: there the originals are read and dropped.

@@ -1,4 +1,4 @@
-"""Puts the sidecar's shared experts where vLLM's MegaMoE layers keep them, and sees to it that all of them arrive.
+"""Puts the sidecar's shared experts where vLLM's MegaMoE layers keep them, and checks that all of them arrive.
 
 Two generations: 0.33 registers parameters in the kernel layout (``shared_l1_weight`` ...) and drops the shared MLP when the
 model is built; 0.29-0.32 build the MLP, and transform it after loading into slots (``_transformed_shared_l1_weights`` ...).
@@ -8,7 +8,6 @@ Nothing here imports vLLM, so that its classes can be exercised one by one.
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fse_convert.errors import NotServable, Problem
 from fse_convert.layout.sizes import round_up
-from fse_convert.servers.targets import TARGETS, Target, find_target
-from fse_convert.serving.sidecar import Sidecar
-from fse_convert.serving.stated import RECONVERT
+from fse_convert.servers.targets import for_version
+from fse_convert.serving.sidecar import RECONVERT, Sidecar, refuse
 from fse_convert.sidecar.tensors import KernelTensorName
 
 SLOTS = ("_transformed_shared_l1_weights", "_transformed_shared_l2_weights")
@@ -55,23 +52,16 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """All MegaMoE layers that a model owns; layers of other pipeline ranks are not among them."""
-    found = [(name, m) for name, m in model.named_modules() if hasattr(getattr(m, "experts", None), "has_fused_shared_experts")]
-    return [Block(name, module) for name, module in found]
+    """Find all MegaMoE layers that a model owns; layers of other pipeline ranks are not among them."""
+    modules = model.named_modules()
+    return [Block(name, m) for name, m in modules if hasattr(getattr(m, "experts", None), "has_fused_shared_experts")]
 
 
 def marker(prefix: str) -> Tensor:
-    """Stand-in for a shared expert's tensor, ``[0, 0]`` uint8, that carries the prefix of its layer in the sidecar."""
+    """Make a stand-in for a shared expert's tensor, ``[0, 0]`` uint8, that carries the prefix of its layer in the sidecar."""
     tensor = torch.empty((0, 0), dtype=torch.uint8)
     tensor.fse_prefix = prefix  # type: ignore[attr-defined]
     return tensor
-
-
-def server_target(version: str) -> Target:
-    """The row of `fse_convert.servers.targets` for a vLLM version; the newest one for a version that is not in it."""
-    release = re.match(r"\d+\.\d+", version)
-    target = find_target(f"vllm-{release.group()}") if release else None
-    return target or [t for t in TARGETS if t.engine == "vLLM"][-1]
 
 
 class Takeover:
@@ -82,7 +72,7 @@ class Takeover:
 
     def __init__(self, sidecar: Sidecar, model: nn.Module, version: str) -> None:
         self.sidecar = sidecar
-        self.target = server_target(version)
+        self.target = for_version("vLLM", version)
         self.blocks = find_blocks(model)
         self.taken: dict[str, str] = {}
         self.nbytes = 0
@@ -94,7 +84,7 @@ class Takeover:
     def _check_model(self, model: nn.Module) -> None:
         if not self.blocks:
             message = "no layer of this model runs DeepGEMM MegaMoE"
-            raise NotServable(Problem("not-megamoe", message, type(model).__name__, NOT_MEGAMOE))
+            refuse("not-megamoe", message, type(model).__name__, NOT_MEGAMOE)
         apart = [b.name for b in self.blocks if not b.fuses]
         if apart:
             message = (
@@ -102,12 +92,12 @@ class Takeover:
                 "parallel without sequence parallel, VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION, another backend, or what "
                 "the log says"
             )
-            raise NotServable(Problem("not-fused", message, apart[0], WITHOUT))
+            refuse("not-fused", message, apart[0], WITHOUT)
 
     def _check_block(self, block: Block) -> None:
         self._check_width(block, round_up(block.experts.intermediate_size, self.target.routed_pad or 1))
         if block.slots and not _kernel_takes_shared(block.experts):
-            raise NotServable(Problem("kernel-api", "the installed DeepGEMM takes no shared experts", block.name, WITHOUT))
+            refuse("kernel-api", "the installed DeepGEMM takes no shared experts", block.name, WITHOUT)
 
     def _check_width(self, block: Block, routed_width: int) -> None:
         self.sidecar.check(
@@ -135,7 +125,7 @@ class Takeover:
                 block.module.shared_experts = None
 
     def _take_slots(self, block: Block) -> None:
-        """Free the shared MLP of 0.29-0.32, and have its place taken by a sink; only the routed experts are left to transform."""
+        """Free the shared MLP of 0.29-0.32 and put a sink in its place; only the routed experts are left to transform."""
         mlp, block.module.shared_experts = block.module.shared_experts, None
         block.module.shared_experts = _sink(mlp, partial(self._arrive, block))
         for parameter in mlp.parameters():
@@ -154,26 +144,26 @@ class Takeover:
         missing = [name for name, parts in self._parts.items() if len(parts) != len(KernelTensorName)]
         if missing:
             message = f"{len(missing)} of {len(self.blocks)} layers did not get their shared experts from the sidecar"
-            raise NotServable(Problem("sidecar-layer", message, ", ".join(missing[:4]), RECONVERT))
+            refuse("sidecar-layer", message, ", ".join(missing[:4]), RECONVERT)
         if len(set(self.taken.values())) != len(self.taken):
             message = "two layers of the model took the same shared experts"
-            raise NotServable(Problem("sidecar-layer", message, str(self.taken), WITHOUT))
+            refuse("sidecar-layer", message, str(self.taken), WITHOUT)
 
     def _arrive(self, block: Block, tensor: Tensor) -> str:
-        """What the model gives to a layer must be markers of one prefix; returns that prefix."""
+        """Take what the model loads into a layer, which must be markers of one prefix; return that prefix."""
         prefix: str | None = getattr(tensor, "fse_prefix", None)
         if prefix is None:
             message = "the model owns this layer, the sidecar does not hold its shared experts"
-            raise NotServable(Problem("sidecar-layer", message, block.name, RECONVERT))
+            refuse("sidecar-layer", message, block.name, RECONVERT)
         if block.name not in self.taken:
             self.sidecar.check_original(prefix)
         if self.taken.setdefault(block.name, prefix) != prefix:
             message = f"the model puts {self.taken[block.name]} and {prefix} into one layer"
-            raise NotServable(Problem("sidecar-layer", message, block.name, WITHOUT))
+            refuse("sidecar-layer", message, block.name, WITHOUT)
         return prefix
 
     def _parameter_loader(self, block: Block) -> Callable[[str, Tensor], str]:
-        """Take the place of 0.33's ``load_shared_expert_weight(name, tensor)``; returns the name that it would."""
+        """Make what replaces 0.33's ``load_shared_expert_weight(name, tensor)``; it returns the name that the original would."""
 
         def load(name: str, tensor: Tensor) -> str:
             prefix = self._arrive(block, tensor)
@@ -200,16 +190,18 @@ class Takeover:
 
     def _copy(self, block: Block, part: KernelTensorName, target: Tensor, source: Tensor) -> None:
         if (target.shape, target.dtype) != (source.shape, source.dtype):
-            found = f"{source.dtype} {list(source.shape)}"
-            message = f"the model's {part.value} is {target.dtype} {list(target.shape)}, the sidecar's {found}"
-            raise NotServable(Problem("layout-mismatch", message, block.name, WITHOUT))
+            message = (
+                f"the model's {part.value} is {target.dtype} {list(target.shape)}, "
+                f"the sidecar's {source.dtype} {list(source.shape)}"
+            )
+            refuse("layout-mismatch", message, block.name, WITHOUT)
         _rows(target).copy_(_rows(source))
         self._parts[block.name].add(part)
         self.nbytes += source.nbytes
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """An MN-major matrix as it lies in memory; any other as it is."""
+    """View an MN-major matrix as it lies in memory, and any other as is."""
     return tensor if tensor.stride(-1) == 1 else tensor.t()
 
 
@@ -223,7 +215,7 @@ def _kernel_takes_shared(experts: Any) -> bool:
 
 
 def _sink(mlp: nn.Module, arrive: Callable[[Tensor], object]) -> nn.Module:
-    """A module with the parameter names of ``mlp``, empty ones that pass what is loaded into them to ``arrive``."""
+    """Make a module with the parameter names of ``mlp``: empty ones that pass what is loaded into them to ``arrive``."""
 
     def weight_loader(_parameter: nn.Parameter, tensor: Tensor, *_shard: object) -> None:
         arrive(tensor)

@@ -286,9 +286,9 @@ def load_plugins():
     from sglang.srt import plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from fse_convert.serving.sglang import modes as sglang_modes
+    from fse_convert.serving.sglang import guards
 
-    for target in (sglang_modes.CHECKER, sglang_modes.UPDATER):
+    for target in (guards.CHECKER, guards.UPDATER):
         HookRegistry.register(target, another_plugin, HookType.AROUND)
     HookRegistry.apply_hooks()
     plugins.load_plugins()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import NotServable
-from fse_convert.plan.plan import Part
 from fse_convert.serving.sidecar import open_sidecar
 from fse_convert.sidecar.manifest import DIGEST
+from fse_convert.sidecar.tensors import KernelTensorName
 from fse_convert.testing.patch import edit_manifest, flip
 
 LAYERS = ("layers.0.ffn.experts", "layers.1.ffn.experts", "mtp.0.ffn.experts")
@@ -69,6 +69,7 @@ def test_a_manifest_that_was_edited(out: Path, change: Callable[[dict[str, Any]]
         pytest.param(lambda m: m.update(layers=[{"verdict": "fused", "name": 1}]), id="layer's name a number"),
         pytest.param(lambda m: m.update(layers=None), id="layers null"),
         pytest.param(lambda m: m["contract"].update(name=None), id="contract's name null"),
+        pytest.param(lambda m: m["model"]["width"].pop("main"), id="no main width"),
         *(
             pytest.param(lambda m, v=v: m["model"].update(n_shared_experts=v), id=f"n_shared_experts {v!r}")
             for v in (float("inf"), float("nan"), 1.0, True, -1, "1", None, [])
@@ -178,9 +179,9 @@ def test_a_layer_that_the_manifest_does_not_call_fused(out: Path) -> None:
     assert problems(out) == {"fse": "sidecar-incomplete"}
 
 
-@pytest.mark.parametrize("part", list(Part))
+@pytest.mark.parametrize("part", list(KernelTensorName))
 @pytest.mark.parametrize("byte", [0, -1])
-def test_one_damaged_bit_is_found_when_the_tensor_is_read(out: Path, part: Part, byte: int) -> None:
+def test_one_damaged_bit_is_found_when_the_tensor_is_read(out: Path, part: KernelTensorName, byte: int) -> None:
     flip(out, byte, f"{LAYERS[1]}.{part.value}")
     sidecar = open_sidecar(out)
     sidecar.tensors(LAYERS[0])
@@ -193,7 +194,7 @@ def test_one_damaged_bit_is_found_when_the_tensor_is_read(out: Path, part: Part,
 
 
 def test_a_tensor_without_a_digest_is_refused(out: Path) -> None:
-    edit_manifest(out, lambda m: m["tensors"].pop(f"{LAYERS[0]}.{Part.L2_WEIGHT.value}"))
+    edit_manifest(out, lambda m: m["tensors"].pop(f"{LAYERS[0]}.{KernelTensorName.L2_WEIGHT.value}"))
     with pytest.raises(NotServable, match="sidecar-damaged"):
         open_sidecar(out).tensors(LAYERS[0])
 
