@@ -14,7 +14,7 @@ from fse_convert.inspection import contract_widths
 from fse_convert.model.describe import Description, describe
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.costs import Serving, costs, padding, stored
-from fse_convert.report.common import size
+from fse_convert.report.console import size
 
 GIB = 2**30
 REPOSITORY = Path(__file__).resolve().parents[2]
