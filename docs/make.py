@@ -12,21 +12,30 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from fse_convert.report.targets_markdown import targets_markdown
+from fse_convert.model.formats import Kind
+from fse_convert.servers.judge import AITER_SOURCE, AITER_TARGETS, Question
+from fse_convert.servers.slots import SLOT_TARGETS
+from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target, needed_contract
 from fse_convert.testing.checkpoints import make_checkpoint
 
 DOCS = Path(__file__).resolve().parent
 COLUMNS = 118
 NAME = "DeepSeek-V4.1-Flash"
+HEAD = """# Targets
+
+What `--target`, `inspect --target` and `--require` know, each row with the release and file that it was read from.
+This file is made from the program's own data by `make docs`; edit the rows in `fse_convert/servers/`, not this file.
+"""
 
 
 def screen(checkpoint: Path) -> str:
-    """What ``fse-convert inspect`` prints about a checkpoint on a terminal, as SVG."""
+    """Return what ``fse-convert inspect`` prints about a checkpoint on a terminal, as SVG."""
     env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS), "LINES": "60", "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "fse_convert", "inspect", checkpoint.name]
     shown = subprocess.run(command, cwd=checkpoint.parent, env=env, check=True, capture_output=True, text=True).stdout
@@ -38,8 +47,106 @@ def screen(checkpoint: Path) -> str:
 
 
 def example(folder: Path) -> Path:
-    """A checkpoint with the shapes of DeepSeek-V4.1-Flash, headers and config only: inspect reads no weights."""
+    """Make a checkpoint with the shapes of DeepSeek-V4.1-Flash, headers and config only: inspect reads no weights."""
     return make_checkpoint(folder / NAME, "v4.1-flash", real=True, sparse=True)
+
+
+def targets_markdown() -> str:
+    """Return the page: contracts, servers by their rules, and the two questions that only `inspect` asks."""
+    return "\n".join((HEAD, *_contracts(), *_servers(), *_rules(), *_others())) + "\n"
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+    yield _row(head)
+    yield _row(("---",) * len(head))
+    yield from map(_row, rows)
+    yield ""
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in cells) + " |"
+
+
+def _contracts() -> Iterator[str]:
+    yield "## Kernel contracts\n\nWhat a generation of DeepGEMM's MegaMoE kernel asks of shapes.\n"
+    head = ("contract", "width of one expert", "hidden size", "kernels", "source")
+    yield from _table(
+        head,
+        (
+            (f"`{c.name}`", f"multiple of {c.width_multiple}", f"multiple of {c.hidden_multiple}", c.kernels, c.source)
+            for c in CONTRACTS.values()
+        ),
+    )
+
+
+def _servers() -> Iterator[str]:
+    yield f"## {Question.NATIVE.heading}\n"
+    yield "*Converted for* is the contract that `--target` pads to; it is stricter than the kernel's own where the server pads"
+    yield "routed experts itself and demands the same width of shared ones.\n"
+    servers = [t for t in TARGETS if not t.is_contract]
+    head = ("target", "kernel", "converted for", "fuses shared experts", "models", "started with", "source")
+    yield from _table(
+        head,
+        (
+            (
+                f"`{t.name}`",
+                t.contract.name,
+                needed_contract(t).name,
+                "yes" if t.fuses else "no",
+                ", ".join(sorted(t.model_types)) or "any",
+                t.needs,
+                t.source,
+            )
+            for t in servers
+        ),
+    )
+
+
+def _rules() -> Iterator[str]:
+    yield "### Rules of their own\n"
+    for target in TARGETS:
+        rules = list(_rules_of(target))
+        if rules:
+            yield f"* `{target.name}`: {'; '.join(rules)}."
+    yield ""
+
+
+def _rules_of(target: Target) -> Iterator[str]:
+    yield f"fuses {_pairings(target.pairings)}" if target.fuses else f"runs {_routed(target.pairings)} experts, shared ones beside"
+    if target.routed_pad:
+        yield f"pads routed experts to a multiple of {target.routed_pad} at load"
+    if target.hidden_multiple:
+        yield f"hidden size a multiple of {target.hidden_multiple}"
+    for kind, (width, hidden) in target.multiples.items():
+        yield f"with {kind.value} experts: width a multiple of {width}, hidden size of {hidden}"
+    if target.shared_blocks:
+        blocks = ", ".join(f"{n}x{k}" for n, k in target.shared_blocks)
+        yield f"shared experts with {blocks} scale blocks only"
+    yield f"shared scales {', '.join(target.scale_dtypes)}"
+    for rule in target.rules:
+        yield f"config `{rule.key}` {' or '.join(map(repr, rule.allowed))}"
+    if target.beside:
+        yield f"{', '.join(sorted(target.beside))}: MegaMoE with the shared expert beside it"
+
+
+def _pairings(pairings: Pairings) -> str:
+    return ", ".join(
+        f"{routed.value} experts with {' or '.join(k.value for k in shared)} shared ones" if shared else f"{routed.value} alone"
+        for routed, shared in pairings.items()
+    )
+
+
+def _routed(pairings: Pairings) -> str:
+    return ", ".join(Kind(k).value for k in pairings)
+
+
+def _others() -> Iterator[str]:
+    yield f"## {Question.AITER.heading}\n\nOnly `inspect` asks this. Source: {AITER_SOURCE}\n"
+    yield from _table(("target", "release", "started with"), ((f"`{t.name}`", t.release.name, t.needs) for t in AITER_TARGETS))
+    yield f"## {Question.SLOTS.heading}\n\nOnly `inspect` asks this.\n"
+    head = ("target", "server", "started with", "source")
+    rows = ((f"`{t.name}`", f"{t.engine} {t.release}", t.needs, t.source) for t in SLOT_TARGETS)
+    yield from _table(head, rows)
 
 
 def main() -> None:

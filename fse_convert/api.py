@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fse_convert.conversion.run import Conversion, ConversionResult, Request
-from fse_convert.errors import FseConvertError, Problem, UsageError, environment
-from fse_convert.inspection import Inspection, open_folder, target_names
+from fse_convert.errors import FseConvertError, Problem, environment
+from fse_convert.inspection import Inspection, open_folder
 from fse_convert.inspection import inspect as inspect_folder
 from fse_convert.output.copying import Link
 from fse_convert.output.jobs import Part
@@ -17,7 +17,8 @@ from fse_convert.plan.costs import Serving
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.progress import Observer, ignore
 from fse_convert.restoration import Restoration, Restored
-from fse_convert.servers.targets import Target, find_target
+from fse_convert.servers.judge import ALL_TARGETS, target_named
+from fse_convert.servers.targets import TARGETS, Target
 from fse_convert.verification.findings import Level
 from fse_convert.verification.proof import Check, Proof
 from fse_convert.verification.proof import verify as verify_output
@@ -47,10 +48,7 @@ StrPath = str | os.PathLike[str]
 
 def target(name: str) -> Target:
     """Return the kernel contract or server release of that name, as ``fse-convert targets`` lists them. Raises UsageError."""
-    found = find_target(name)
-    if found is None:
-        raise UsageError(Problem("target-unknown", f"no target {name!r}", hint="see: fse-convert targets"))
-    return found
+    return target_named(name, TARGETS)
 
 
 def inspect(checkpoint: StrPath, *, tp: int = 1, ep: int = 8, targets: Iterable[str] = (), thorough: bool = False) -> Inspection:
@@ -61,7 +59,7 @@ def inspect(checkpoint: StrPath, *, tp: int = 1, ep: int = 8, targets: Iterable[
     Raises UsageError, InvalidCheckpoint when there is no such folder, EnvironmentFailure.
     """
     address = os.fspath(checkpoint)
-    names = target_names(targets)
+    names = frozenset(target_named(name, ALL_TARGETS).name for name in targets)
     with environment(address):
         return inspect_folder(open_folder(address), Serving(tp, ep), names, thorough=thorough)
 

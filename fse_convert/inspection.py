@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.reader import Checkpoint, Reading, read_checkpoint
-from fse_convert.errors import ExitCode, Problem, UsageError, folded
+from fse_convert.errors import ExitCode, Problem, folded
 from fse_convert.model.consistency import header_conflicts
 from fse_convert.model.describe import LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, kernel_tensors
 from fse_convert.plan.advice import Advice, advise
@@ -20,7 +19,7 @@ from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.plan import Options
 from fse_convert.plan.planner import needed_width, planner
 from fse_convert.plan.source import Source, describe_source, read_scales
-from fse_convert.servers.judge import ALL_TARGETS, Answer, Subject, judge, subject
+from fse_convert.servers.judge import Answer, Subject, judge, subject
 from fse_convert.servers.scales import UNREAD, Scales
 from fse_convert.servers.targets import CONTRACTS, find_target
 
@@ -66,17 +65,6 @@ class Inspection:
     def contradictions(self) -> tuple[Problem, ...]:
         """Conflicts by which a server that believes the config would not load the tensors: no server fuses what it cannot load."""
         return tuple(c for c in self.conflicts if c.code in LOAD_CONFLICTS)
-
-
-def target_names(names: Iterable[str]) -> frozenset[str]:
-    """Check names of targets; raises UsageError for one that is not known."""
-    known = [t.name for t in ALL_TARGETS]
-    for name in names:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "see: fse-convert targets"
-            raise UsageError(Problem("target-unknown", f"no target {name!r}", "--target", hint))
-    return frozenset(names)
 
 
 def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(), *, thorough: bool = False) -> Inspection:

@@ -13,11 +13,11 @@ import fse_convert
 EXIT_CODES = """
 \b
 Exit codes:
-  0  done, or the answer is yes
-  1  the answer is no: a required target does not fuse, or a verification found a mismatch
-  2  the arguments do not fit
+  0  done, and every requirement met
+  1  requirement not met: a required target does not fuse, or a verification found a mismatch
+  2  wrong arguments
   3  the checkpoint is broken, not understood, or not convertible as asked
-  4  the machine said no: space, permission, I/O, no GPU for what was asked; what is finished is kept
+  4  environment error: space, permission, I/O, no GPU for what was asked; what is finished is kept
   6  another run is writing the same output
   70  a bug in fse-convert: please report it
   141  whoever read the output closed the pipe
@@ -31,7 +31,7 @@ class DefaultGroup(click.Group):
     default = "convert"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert the default command unless one is named; a mistyped command is told apart from a path."""
+        """Insert the default command unless one is named; a mistyped command is not taken for a path."""
         if args and args[0] not in {*self.commands, "--help", "-h", "--version"}:
             close = [] if args[0].startswith("-") else difflib.get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
             if close and not os.path.lexists(args[0]):
@@ -47,8 +47,8 @@ class DefaultGroup(click.Group):
 @click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
 @click.version_option(fse_convert.__version__, prog_name="fse-convert")
 def cli() -> None:
-    """Make a MoE checkpoint's shared experts run fused in MegaMoE servers, offline, and prove it.
+    """Rewrite a MoE checkpoint offline so that MegaMoE servers run its shared experts fused, and prove the result.
 
     `fse-convert CHECKPOINT OUT` pads the experts to what the target's kernel accepts and writes the kernel layout of
-    the shared experts to OUT/fse. The source is never written; OUT appears complete or not at all.
+    the shared experts to OUT/fse. The source is never written; OUT is created atomically.
     """

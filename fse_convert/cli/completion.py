@@ -10,13 +10,13 @@ from fse_convert.cli.app import cli
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    r"""Print what makes SHELL complete commands, options and targets.
+    """Print a shell completion script.
 
     \b
     bash:  fse-convert completion bash > ~/.local/share/bash-completion/completions/fse-convert
     zsh:   fse-convert completion zsh > "${fpath[1]}/_fse-convert"
     fish:  fse-convert completion fish > ~/.config/fish/completions/fse-convert.fish
-    """
+    """  # noqa: D301 - click wants the character, not a backslash and a b
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from fse_convert.cli.app import cli
 from fse_convert.cli.options import complete_target, json_option, link_option, log_options, part_option
-from fse_convert.cli.options import target as find
 from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.output.copying import Link
-from fse_convert.output.jobs import Part
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.report.log import Log
 from fse_convert.verification.findings import Level
+
+if TYPE_CHECKING:
+    from fse_convert.output.jobs import Part
 
 
 @cli.command()
@@ -34,7 +36,7 @@ from fse_convert.verification.findings import Level
     type=click.IntRange(min=1, max=1024),
     default=1,
     show_default=True,
-    help="Tensor-parallel size that the width must also divide by.",
+    help="Also make the width divisible by this tensor-parallel size.",
 )
 @link_option("OUT")
 @click.option("--allow-unfused", is_flag=True, help="Also write layers that would not fuse, in the standard layout only.")
@@ -43,11 +45,9 @@ from fse_convert.verification.findings import Level
     "--workers", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1), show_default="up to 4, one per core",
     help="Shards written at a time.",
 )  # fmt: skip
+@click.option("--restart", is_flag=True, help="Start anew instead of resuming an interrupted run of the same conversion.")
 @click.option(
-    "--restart", is_flag=True, help="Start anew instead of going on where an interrupted run of the same conversion stopped."
-)
-@click.option(
-    "--dry-run", is_flag=True, help="Print what would be done to every shard and what it needs, and write nothing."
+    "--dry-run", is_flag=True, help="Print what would be done to every file and what it needs, and write nothing."
     " Exit code 4 where there is no room.",
 )  # fmt: skip
 @click.option(
@@ -82,18 +82,21 @@ def convert(
     log: Log,
     as_json: bool,
 ) -> None:
-    """Convert CHECKPOINT into OUT (the default command)."""
+    """Convert CHECKPOINT into OUT (default command)."""
     from fse_convert.conversion.run import Conversion, Request
-    from fse_convert.report import common, conversion
+    from fse_convert.report import conversion
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
+    from fse_convert.report.records import conversion_record, dump, plan_record
+    from fse_convert.servers.judge import target_named
+    from fse_convert.servers.targets import TARGETS
 
     if ray == "":
         raise UsageError(Problem("ray-address", "no address", "--ray", "auto, or HOST:PORT"))
     if part and (ray is not None or restart):
-        other, hint = ("--ray", "leave one of them away") if ray is not None else ("--restart", "start anew without --part")
+        other, hint = ("--ray", "leave one of them out") if ray is not None else ("--restart", "start anew without --part")
         raise UsageError(Problem("parts-alone", f"--part and {other} exclude each other", "--part", hint))
-    options = Options(target=find(target), experts=Experts(experts), tp=tp, allow_unfused=allow_unfused)
+    options = Options(target=target_named(target, TARGETS), experts=Experts(experts), tp=tp, allow_unfused=allow_unfused)
     request = Request(
         source=checkpoint,
         out=out,
@@ -112,7 +115,7 @@ def convert(
     if dry_run:
         estimate = job.estimate()
         if as_json:
-            click.echo(common.dump(conversion.plan_json(job.plan, estimate)))
+            click.echo(dump(plan_record(job.plan, estimate)))
         else:
             conversion.print_plan(job.plan, title="plan")
             conversion.print_estimate(estimate)
@@ -122,7 +125,7 @@ def convert(
     with progress(*job.workload(), log) as observe:
         result = job.run(observe)
     if as_json:
-        click.echo(common.dump(conversion.result_json(result)))
+        click.echo(dump(conversion_record(result)))
     elif part:
         conversion.print_part(result, out, part)
     else:

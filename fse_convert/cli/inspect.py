@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import complete_path, complete_target, json_option
+from fse_convert.cli.options import complete_target, json_option
+
+if TYPE_CHECKING:
+    from fse_convert.report.inspection.view import View
 
 
 @cli.command()
-@click.argument("checkpoint", shell_complete=complete_path)
+@click.argument("checkpoint", type=click.Path())
 @click.option(
     "--target",
-    "only",
     multiple=True,
     metavar="NAME",
     shell_complete=complete_target,
-    help="Judge this target only; may be given several times.",
+    help="Judge this target only; repeatable.",
 )
 @click.option(
     "--require",
@@ -30,49 +34,69 @@ from fse_convert.cli.options import complete_path, complete_target, json_option
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size, for costs and widths.")
 @click.option("--ep", type=click.IntRange(min=1), default=8, show_default=True, help="Expert-parallel size, for costs per rank.")
 @click.option(
-    "--format", "form", type=click.Choice(["text", "json", "markdown", "github"]), default="text", show_default=True,
+    "--format", "format_name", type=click.Choice(["text", "json", "markdown", "github"]), default="text", show_default=True,
     help="github: annotations for GitHub Actions, then Markdown.",
 )  # fmt: skip
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report as one HTML file.")
 @json_option
 def inspect(
     checkpoint: str,
-    only: tuple[str, ...],
+    target: tuple[str, ...],
     require: tuple[str, ...],
     tp: int,
     ep: int,
-    form: str,
+    format_name: str,
     html: Path | None,
     *,
     as_json: bool,
 ) -> None:
-    """Tell which servers fuse CHECKPOINT's shared experts, layer by layer, why not, and what it costs.
+    """Show which servers fuse CHECKPOINT, and why.
 
-    CHECKPOINT is a folder or hf://org/name[@revision]. Config and headers are read, and of a folder F32 scales of shared
-    experts; with --require also those of routed ones. The answers are three:
-    native MegaMoE fusion (NVIDIA), AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
+    Reads config and headers of a folder or of hf://org/name[@revision], and of a folder F32 scales of shared experts; with
+    --require also those of routed ones. Answers three questions, layer by layer, with the costs: native MegaMoE fusion (NVIDIA),
+    AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
     """
     from fse_convert import inspection
     from fse_convert.errors import environment
     from fse_convert.plan.costs import Serving
-    from fse_convert.report.inspection.formats import Format, colored, complaints, render
-    from fse_convert.report.inspection.html import check_report
-    from fse_convert.report.inspection.html import html as page
+    from fse_convert.report.inspection.view import View, complaints
+    from fse_convert.servers.judge import ALL_TARGETS, target_named
 
-    names = inspection.target_names((*only, *require))
+    names = frozenset(target_named(name, ALL_TARGETS).name for name in (*target, *require))
     if html:
+        from fse_convert.report.inspection.pages import check_page
+
         with environment(html):
-            check_report(html, checkpoint)
+            check_page(html, checkpoint)
     with environment(checkpoint):
         folder = inspection.open_folder(checkpoint)
-        found = inspection.inspect(folder, Serving(tp, ep), names if only else frozenset(), thorough=bool(require))
-    code = found.exit_code(require)
-    if printed := render(found, Format.JSON if as_json else Format(form), only, require, code):
-        click.echo(printed, color=colored())
+        found = inspection.inspect(folder, Serving(tp, ep), names if target else frozenset(), thorough=bool(require))
+    view = View(found, target, require)
+    _print(view, require, "json" if as_json else format_name)
     if html:
+        from fse_convert.report.inspection.pages import write_page
+
         with environment(html):
-            html.write_bytes(page(found, only).encode("utf-8", "backslashreplace"))
+            write_page(html, view)
     for line in complaints(found, require):
         click.echo(line, err=True)
-    if code:
+    if code := found.exit_code(require):
         raise click.exceptions.Exit(int(code))
+
+
+def _print(view: View, required: Sequence[str], format_name: str) -> None:
+    if format_name == "json":
+        from fse_convert.report.inspection.records import inspection_record
+        from fse_convert.report.records import dump
+
+        click.echo(dump(inspection_record(view.found, required)))
+    elif format_name == "text":
+        from fse_convert.report.inspection.text import print_inspection
+
+        print_inspection(view)
+    else:
+        from fse_convert.report.inspection.github import workflow_commands
+        from fse_convert.report.inspection.pages import markdown
+
+        lines = workflow_commands(view.found, required) if format_name == "github" else []
+        click.echo("\n".join([*lines, markdown(view).rstrip("\n")]))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
-from fse_convert.errors import Problem, UsageError
 from fse_convert.output.copying import Link
-from fse_convert.output.jobs import Part
 from fse_convert.report.log import Log, listening
-from fse_convert.servers.targets import TARGETS, Target, find_target
+from fse_convert.servers.targets import TARGETS
+
+if TYPE_CHECKING:
+    from fse_convert.output.jobs import Part
 
 Command = Callable[..., Any]
 MOST_PARTS = 10_000
@@ -29,7 +28,7 @@ def link_option(to: str) -> Callable[[Command], Command]:
     """Add ``--link``, for a command that writes a folder called ``to``."""
     return click.option(
         "--link", type=click.Choice([link.value for link in Link]), default=Link.AUTO.value, show_default=True,
-        help=f"How untouched shards reach {to}. auto: share blocks where the file system can, else copy. hard: hard links.",
+        help=f"How to put unchanged shards into {to}. auto: share blocks where the file system can, else copy. hard: hard links.",
     )  # fmt: skip
 
 
@@ -48,30 +47,17 @@ def log_options(command: Command) -> Command:
 
 
 def part_option(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Part | None:
-    """Parse ``I/N``: part I of N, from 1 on; click reports what does not fit."""
+    """Parse ``I/N``: part I of N, counted from 1. Raises BadParameter."""
     if value is None:
         return None
     index, slash, count = value.partition("/")
     if slash and value.isascii() and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= MOST_PARTS:
+        from fse_convert.output.jobs import Part
+
         return Part(index=int(index), count=int(count))
     raise click.BadParameter(f"{value!r} is not I/N with 1 <= I <= N <= {MOST_PARTS}, such as 2/8")
 
 
-def complete_path(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Paths for the shell."""
-    return [CompletionItem(incomplete, type="file")]
-
-
 def complete_target(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    """Names of targets for the shell."""
+    """Offer names of targets to the shell."""
     return [t.name for t in TARGETS if t.name.startswith(incomplete)]
-
-
-def target(name: str) -> Target:
-    """The target of that name; raises UsageError with the nearest name."""
-    found = find_target(name)
-    if found is None:
-        close = difflib.get_close_matches(name, [t.name for t in TARGETS], n=1)
-        hint = f"did you mean {close[0]}?" if close else "see: fse-convert targets"
-        raise UsageError(Problem("target-unknown", f"no target {name!r}", "--target", hint))
-    return found

@@ -20,7 +20,7 @@ from fse_convert.report.log import Log
 
 DEBUG = "FSE_CONVERT_DEBUG"
 CLOSED_PIPE = 141
-"""What a program that SIGPIPE ended would exit with."""
+"""Exit code of a program that SIGPIPE ended."""
 STOP_WITHIN = 0.7
 """Seconds that a stopped run has to end by itself."""
 
@@ -63,7 +63,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    """Stop within a second, even while a thread waits for the disk: at every instant what is on disk can be gone on from."""
+    """Stop within a second, even while a thread waits for the disk: a run can resume from what is on disk at any instant."""
     timer = threading.Timer(STOP_WITHIN, os._exit, (128 + number,))
     timer.daemon = True
     timer.start()
@@ -81,7 +81,7 @@ def _run(args: list[str]) -> int:
         return _fail(e, log, as_json=as_json)
     except (Stopped, click.exceptions.Abort, KeyboardInterrupt) as e:
         code = e.code if isinstance(e, Stopped) else 130
-        stopped = Problem("interrupted", "stopped by a signal", hint="the same command goes on with what is finished")
+        stopped = Problem("interrupted", "stopped by a signal", hint="the same command resumes from what is finished")
         return _fail(Interrupted(stopped), log, as_json=as_json, code=code)
     except click.ClickException as e:
         context = getattr(e, "ctx", None)
@@ -105,21 +105,23 @@ def _run(args: list[str]) -> int:
 
 
 def _silence(stream: TextIO) -> None:
-    """Send what is still to be printed nowhere, so that the interpreter's last flush finds nothing to complain about."""
+    """Discard what is still to be printed, so that the interpreter's last flush does not fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError, ValueError):
         os.dup2(null, stream.fileno())
 
 
 def _fail(error: FseConvertError, log: Log, *, as_json: bool, code: int | None = None) -> int:
-    from fse_convert.report import common
+    from fse_convert.report.console import problem_lines
 
     code = int(error.exit_code) if code is None else code
     if os.environ.get(DEBUG):
         raise error
     if as_json:
-        click.echo(common.dump({**common.failure_json(error), "exit_code": code}))
+        from fse_convert.report.records import Failure, dump
+
+        click.echo(dump(Failure(ok=False, exit_code=code, problems=error.problems)))
     for problem in error.problems:
-        text = "\n".join(common.problem_lines(problem))
+        text = "\n".join(problem_lines(problem))
         log.line("error", text, code=problem.code, message=problem.message, where=problem.where, hint=problem.hint)
     return code

@@ -19,16 +19,20 @@ from fse_convert.report.log import Log
 @log_options
 @json_option
 def restore(out: Path, original: Path, link: str, *, log: Log, as_json: bool) -> None:
-    """Take padding and the kernel layout out of OUT again: ORIGINAL is the source, bit for bit, and needs no source."""
-    from fse_convert.report import common
+    """Rebuild the original checkpoint from OUT.
+
+    Padding and the kernel layout are taken out of OUT again: ORIGINAL is the checkpoint that was converted, bit for bit. That
+    checkpoint is not needed for it.
+    """
     from fse_convert.report.progress import progress
-    from fse_convert.report.proof import print_restored, restored_json
+    from fse_convert.report.proof import print_restored
+    from fse_convert.report.records import dump, restoration_record
     from fse_convert.restoration import Restoration
 
     job = Restoration(out, original, Link(link))
     with progress(*job.workload(), log) as observe:
         result = job.run(observe)
     if as_json:
-        click.echo(common.dump(restored_json(result)))
+        click.echo(dump(restoration_record(result)))
     else:
         print_restored(result, original)

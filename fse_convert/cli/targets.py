@@ -11,11 +11,15 @@ from fse_convert.cli.options import json_option
 @cli.command()
 @json_option
 def targets(*, as_json: bool) -> None:
-    """List the kernel contracts and server releases that --target knows."""
-    from fse_convert.report import common
-    from fse_convert.report import targets as table
+    """List kernel contracts and server releases.
+
+    Those are the names that --target and --require take. Contracts say which widths a kernel accepts; under the servers
+    stands what they must be started with.
+    """
+    from fse_convert.report.records import dump
+    from fse_convert.report.targets import print_targets, targets_record
 
     if as_json:
-        click.echo(common.dump(table.targets_json()))
+        click.echo(dump(targets_record()))
     else:
-        table.print_targets()
+        print_targets()

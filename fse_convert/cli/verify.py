@@ -24,7 +24,7 @@ from fse_convert.verification.findings import Level
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Compare N tensors instead of all, for a quick look.")
 @click.option(
     "--seed", type=click.IntRange(min=0), metavar="S",
-    help="Choose the sample that a run with this seed chose.  [default: another one every time]",
+    help="Repeat the sample of an earlier run.  [default: another sample every time]",
 )  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where numerics run.")
 @log_options
@@ -32,16 +32,16 @@ from fse_convert.verification.findings import Level
 def verify(
     out: Path, source: Path | None, level: str | None, sample: int | None, seed: int | None, device: str, *, log: Log, as_json: bool
 ) -> None:
-    """Prove OUT against the checkpoint that it was made from.
+    """Prove OUT against its source.
 
     storage: every byte, mapped by the kernel's addresses to the source's. numerics: the fused expert computed from both
     sides, bit for bit. kernel: the real DeepGEMM kernel, on a GPU that has it (SM100); exit code 4 where it cannot run.
-    A level that is asked for and finds nothing to run on has not passed: exit code 1. Without --source, OUT is only
-    compared with the digests in its own manifest, which whoever edits OUT can make again.
+    A level that was asked for and has nothing to run on has not passed: exit code 1. Without --source, OUT is only
+    compared with the digests in its own manifest, which anyone who edits OUT can compute again.
     """
-    from fse_convert.report import common
     from fse_convert.report.progress import progress
-    from fse_convert.report.proof import print_proof, verify_json
+    from fse_convert.report.proof import print_proof
+    from fse_convert.report.records import dump, verify_record
     from fse_convert.verification.proof import Check
     from fse_convert.verification.proof import verify as prove_again
 
@@ -53,7 +53,7 @@ def verify(
     with progress(*check.workload(), log) as observe:
         proof = prove_again(check, observe)
     if as_json:
-        click.echo(common.dump(verify_json(proof, int(proof.exit_code))))
+        click.echo(dump(verify_record(proof)))
     else:
         print_proof(proof)
     if proof.exit_code:

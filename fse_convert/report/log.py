@@ -16,7 +16,7 @@ LOGGER = "fse_convert"
 
 @dataclass(slots=True)
 class Log:
-    """How much goes to stderr, and in which form.
+    """How much goes to stderr, as text or as JSON lines.
 
     ``quiet``: nothing but errors. ``verbose``: 1 for what the program does, 2 for every decision. ``as_json``: one object
     a line, each with ``event`` and ``elapsed`` seconds.
@@ -29,7 +29,7 @@ class Log:
     lock: Lock = field(default_factory=Lock)
 
     def line(self, event: str, text: str, **fields: object) -> None:
-        """Print one line: ``text`` for people, ``fields`` for programs. That nobody reads it is no reason to stop the work."""
+        """Print one line: ``text`` for people, ``fields`` for programs. A closed stderr must not stop the work."""
         if self.quiet:
             return
         elapsed = round(time.monotonic() - self.start, 3)
@@ -50,7 +50,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def listening(log: Log) -> Iterator[Log]:
-    """Pass on what the package logs, as far as ``log`` wants it."""
+    """Print what the package logs, as far as ``log`` is verbose."""
     if log.quiet or not log.verbose:
         yield log
         return

@@ -10,7 +10,7 @@ from threading import Event as Signal
 from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
-from fse_convert.report.common import console, size
+from fse_convert.report.console import console, size
 from fse_convert.report.log import Log
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Heartbeat:
         self.lock = Lock()
 
     def observe(self, event: Event) -> None:
-        """Take note of an event, and print a line when one is due."""
+        """Record an event, and print a line when one is due."""
         with self.lock:
             self.bytes += 0 if event.done else event.bytes
             self.done += event.done

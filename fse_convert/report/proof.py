@@ -1,112 +1,22 @@
-"""The report of a proof, and of a restoration."""
+"""The report of a proof, and of a restoration, as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fse_convert.report.common import SCHEMA_VERSION, console, size
+from fse_convert.report.console import console, counted, printable, size
 
 if TYPE_CHECKING:
     from fse_convert.restoration import Restored
-    from fse_convert.verification.findings import Mismatch, StorageResult
+    from fse_convert.verification.findings import StorageResult
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
     from fse_convert.verification.proof import Proof
 
 LeftOut = tuple[tuple[str, str], ...]
 SHOWN = 20
 """Mismatches that are printed; JSON lists up to 100."""
-
-
-def verify_json(proof: Proof, exit_code: int) -> dict[str, Any]:
-    """What ``verify --json`` prints."""
-    return {"schema_version": SCHEMA_VERSION, "ok": exit_code == 0, "exit_code": exit_code, **proof_json(proof)}
-
-
-def proof_json(proof: Proof) -> dict[str, Any]:
-    """A proof as JSON: what each level covered and found."""
-    return {
-        "level": proof.level.value,
-        "against": proof.storage.against,
-        "storage": _storage_json(proof.storage),
-        "numerics": _numerics_json(proof.numerics) if proof.numerics else None,
-        "kernel": _kernel_json(proof.kernel) if proof.kernel else None,
-    }
-
-
-def _storage_json(result: StorageResult) -> dict[str, Any]:
-    demanded = result.demand
-    return {
-        "status": result.status,
-        "tensors": result.coverage.tensors,
-        "of_tensors": result.of_tensors,
-        "sample": result.sample,
-        "seed": result.seed if result.sample is not None else None,
-        "bytes": result.coverage.bytes,
-        "files": result.coverage.files,
-        "digests": result.digests,
-        "layers": _layers_json(demanded.moe_layers, demanded.left_out) if demanded else None,
-        "notes": list(result.notes),
-        "kernel_stated": result.kernel_stated or None,
-        "mismatch_count": result.findings.count,
-        "mismatches": [_mismatch_json(m) for m in result.findings.listed],
-    }
-
-
-def _layers_json(total: int, left_out: LeftOut) -> dict[str, Any]:
-    """MoE layers of the source, how many have the kernel layout, and why the others have not."""
-    unfit = [{"name": name, "reason": reason} for name, reason in left_out]
-    return {"moe": total, "in_kernel_layout": total - len(unfit), "left_out": unfit}
-
-
-def _mismatch_json(m: Mismatch) -> dict[str, Any]:
-    return {
-        "code": m.code,
-        "file": m.file,
-        "tensor": m.tensor or None,
-        "offset": m.offset,
-        "expected": m.expected,
-        "found": m.found,
-        "bytes": m.count or None,
-    }
-
-
-def _numerics_json(summary: NumericsSummary) -> dict[str, Any]:
-    layers = [
-        {
-            "name": layer.name,
-            "status": "passed" if layer.passed else "failed",
-            "reason": layer.reason,
-            "bit_equal": layer.result.bit_equal if layer.result else None,
-            "relative_l2": layer.result.relative_l2 if layer.result else None,
-            "bound": layer.result.bound if layer.result else None,
-            "device": layer.result.device if layer.result else None,
-        }
-        for layer in summary.layers
-    ]
-    return {
-        "status": summary.status,
-        "of_layers": summary.of_layers,
-        "moe_layers": summary.moe_layers,
-        "tokens": summary.tokens,
-        "seed": summary.seed,
-        "swiglu_limit": summary.limit,
-        "layers": layers,
-    }
-
-
-def _kernel_json(summary: KernelSummary) -> dict[str, Any]:
-    return {
-        "status": summary.status,
-        "reason": summary.reason,
-        "of_layers": summary.of_layers,
-        "moe_layers": summary.moe_layers,
-        "relative_l2": summary.relative_l2,
-        "device": summary.found.device_name,
-        "deep_gemm": summary.found.version,
-        "layers": [{"name": n, "status": r.status, "reason": r.reason, "figures": r.figures} for n, r in summary.layers],
-    }
 
 
 def print_proof(proof: Proof, *, written: bool = False) -> None:
@@ -118,7 +28,7 @@ def print_proof(proof: Proof, *, written: bool = False) -> None:
         *_kernel_lines(proof.kernel),
         *_stated_lines(proof),
     ):
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 def _storage_lines(result: StorageResult, *, written: bool) -> Iterator[str]:
@@ -141,7 +51,7 @@ def _storage_lines(result: StorageResult, *, written: bool) -> Iterator[str]:
 
 
 def _storage_line(result: StorageResult) -> str:
-    """The level in one line; what failed boasts of nothing."""
+    """Return the level in one line; a level that failed has no success figures."""
     c, read = result.coverage, len(result.tensors)
     wrong = f"FAILED: {result.findings.count:,} mismatch{'es' if result.findings.count != 1 else ''}"
     sampled = _sampled(result.sample)
@@ -149,16 +59,17 @@ def _storage_line(result: StorageResult) -> str:
     if not result.reached:
         return f"{wrong}; nothing was compared"
     if result.status == "failed":
-        return f"{wrong} among {sampled}{read:,} of {result.of_tensors:,} tensors that were read, in {c.files} files"
+        return f"{wrong} among {sampled}{read:,} of {result.of_tensors:,} tensors that were read, in {counted(c.files, 'file')}"
     if result.against == "source":
         sorts = ", ".join(f"{n:,} {k.replace('kernel', 'in kernel layout')}" for k, n in c.tensors.items() if n)
         what = f"{sampled}{c.compared:,} of {result.of_tensors:,} tensors against the source, byte for byte ({sorts or 'none'})"
-        return f"passed: {what}; {size(c.bytes)}, {c.files} files beside the manifest"
+        return f"passed: {what}; {size(c.bytes)}, {counted(c.files, 'file')} beside the manifest"
     if result.status == "not-proved":
         compared = f"{kernel or 0:,} of {result.of_tensors:,} tensors compared"
         return f"not proved: no digests; headers and indexes agree; {sampled}{compared}, with the standard layout beside them"
     within = f"; {kernel:,} tensors of the kernel layout against the standard layout" if kernel else ""
-    return f"passed: {sampled}{read:,} of {result.of_tensors:,} tensors in {c.files} files against the manifest's digests{within}"
+    files = counted(c.files, "file")
+    return f"passed: {sampled}{read:,} of {result.of_tensors:,} tensors in {files} against the manifest's digests{within}"
 
 
 def _sampled(sample: int | None) -> str:
@@ -166,14 +77,14 @@ def _sampled(sample: int | None) -> str:
 
 
 def _left_out(left_out: LeftOut) -> str:
-    """How many layers have no kernel layout, and the first reason."""
+    """Say how many layers have no kernel layout, and the first reason."""
     verb = "does" if len(left_out) == 1 else "do"
     others = "" if len({reason for _, reason in left_out}) == 1 else f" ({left_out[0][0]}; others for other reasons)"
     return f"{len(left_out)} {verb} not fit: {left_out[0][1]}{others}"
 
 
 def _of_layers(done: int, summary: NumericsSummary | KernelSummary) -> str:
-    """``2 of 3 layers``: of all MoE layers that the source has, in the kernel layout or not."""
+    """Return ``2 of 3 layers``: of all MoE layers that the source has, in the kernel layout or not."""
     return f"{_sampled(summary.sample)}{done} of {summary.moe_layers} {'MoE ' if summary.left_out else ''}layers"
 
 
@@ -208,35 +119,21 @@ def _kernel_lines(summary: KernelSummary | None) -> Iterator[str]:
 
 
 def _stated_lines(proof: Proof) -> Iterator[str]:
-    """What only the manifest says of the kernel, where this run did not try it."""
+    """Yield what only the manifest says of the kernel, where this run did not try it."""
     if proof.storage.kernel_stated and (proof.kernel is None or proof.kernel.status == "not-run"):
         yield f"kernel: stated by the manifest, not checked here: {proof.storage.kernel_stated}"
-
-
-def restored_json(done: Restored) -> dict[str, Any]:
-    """What ``restore --json`` prints."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "ok": True,
-        "files": dict(sorted(done.files.items())),
-        "bytes": done.bytes,
-        "tensors": done.tensors,
-        "unpadded": done.unpadded,
-        "headers_identical": True,
-        "digests": done.digests,
-    }
 
 
 def print_restored(done: Restored, original: Path) -> None:
     """Print what was restored, and how sure that is."""
     out = console()
-    how = "restored" if done.digests else "restored, NOT proved:"
+    how, tensors = "restored" if done.digests else "restored, NOT proved:", counted(done.tensors, "tensor")
     lines = [
-        f"{how} to {original}: {done.tensors:,} tensors, padding removed from {done.unpadded:,}; {size(done.bytes)}",
+        f"{how} to {printable(original)}: {tensors}, padding removed from {done.unpadded:,}; {size(done.bytes)}",
         "headers, config.json and index are the original's, byte for byte, by SHA-256",
         "every tensor that was read had the digest that the manifest states"
         if done.digests
         else "the manifest holds no digests: tensors were not checked on the way",
     ]
     for line in lines:
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)

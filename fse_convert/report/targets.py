@@ -1,54 +1,23 @@
-"""The table of targets."""
+"""The table of targets, as text and as JSON."""
 
 from __future__ import annotations
 
-from typing import Any
+from msgspec import UNSET, UnsetType
 
-from fse_convert.report.common import SCHEMA_VERSION, console
+from fse_convert.report.console import boxed, console
+from fse_convert.report.records import Record, Response, fill
 from fse_convert.servers.judge import AITER_SOURCE, AITER_TARGETS, Question
 from fse_convert.servers.slots import SLOT_TARGETS
 from fse_convert.servers.targets import TARGETS
 
 
-def targets_json() -> dict[str, Any]:
-    """The table of targets as JSON."""
-    native = [
-        {
-            "name": t.name, "question": Question.NATIVE.value, "engine": t.engine, "release": t.release,
-            "contract": t.contract.name, "width_multiple": t.contract.width_multiple,
-            "fuses_shared": t.fuses, "pads_routed_to": t.routed_pad or None, "needs": t.needs, "source": t.source,
-        }
-        for t in TARGETS
-    ]  # fmt: skip
-    rocm = [
-        {
-            "name": t.name, "question": Question.AITER.value, "engine": "vLLM ROCm", "release": t.release.name,
-            "needs": t.needs, "source": AITER_SOURCE,
-        }
-        for t in AITER_TARGETS
-    ]  # fmt: skip
-    slots = [
-        {
-            "name": t.name, "question": Question.SLOTS.value, "engine": t.engine, "release": t.release,
-            "needs": t.needs, "source": t.source,
-        }
-        for t in SLOT_TARGETS
-    ]  # fmt: skip
-    return {"schema_version": SCHEMA_VERSION, "ok": True, "targets": [*native, *rocm, *slots]}
-
-
 def print_targets() -> None:
-    """Print the table of targets, those that convert takes first, and what each server must be started with."""
-    from rich import box
-    from rich.table import Table
-
+    """Print the targets, those that convert takes first, and what each server must be started with."""
     out = console()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("target", "kernel contract", "width", "fuses shared"):
-        table.add_column(column)
+    table = boxed("target", "kernel contract", "width", "fuses shared")
     for t in TARGETS:
         pads = f", pads routed to {t.routed_pad}" if t.routed_pad else ""
-        table.add_row(t.name, t.contract.name, f"% {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no")
+        table.add_row(t.name, t.contract.name, f"multiple of {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no")
     out.print(Question.NATIVE.heading, table, sep="\n")
     _print_needs({t.needs: t.engine for t in TARGETS if not t.is_contract})
     for question, rows in ((Question.AITER, AITER_TARGETS), (Question.SLOTS, SLOT_TARGETS)):
@@ -59,3 +28,46 @@ def print_targets() -> None:
 def _print_needs(needs: dict[str, str]) -> None:
     for need, who in needs.items():
         console().print(f"  {who}: {need}")
+
+
+class TargetsRecord(Response, kw_only=True):
+    """What ``targets`` prints."""
+
+    targets: list[TargetRecord]
+
+
+class TargetRecord(Record, kw_only=True):
+    """One row of the table of targets; those that convert takes have a kernel contract."""
+
+    name: str
+    question: Question
+    engine: str
+    release: str
+    contract: str | UnsetType = UNSET
+    width_multiple: int | UnsetType = UNSET
+    fuses_shared: bool | UnsetType = UNSET
+    pads_routed_to: int | UnsetType | None = UNSET
+    needs: str
+    source: str
+
+
+def targets_record() -> TargetsRecord:
+    """Describe the table of targets."""
+    native = [
+        fill(
+            TargetRecord,
+            t,
+            question=Question.NATIVE,
+            contract=t.contract.name,
+            width_multiple=t.contract.width_multiple,
+            fuses_shared=t.fuses,
+            pads_routed_to=t.routed_pad or None,
+        )
+        for t in TARGETS
+    ]
+    rocm = [
+        fill(TargetRecord, t, question=Question.AITER, engine="vLLM ROCm", release=t.release.name, source=AITER_SOURCE)
+        for t in AITER_TARGETS
+    ]
+    slots = [fill(TargetRecord, t, question=Question.SLOTS) for t in SLOT_TARGETS]
+    return TargetsRecord(targets=[*native, *rocm, *slots])

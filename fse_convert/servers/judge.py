@@ -6,11 +6,13 @@ fused shared experts on AMD (`fusion.aiter`), and slots for shared experts among
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
+from fse_convert.errors import Problem, UsageError
 from fse_convert.model.describe import Description, LayerDescription
 from fse_convert.model.moe import LayerKind, Role
 from fse_convert.model.quantization import Quantization, read_quantization
@@ -65,6 +67,17 @@ AITER_TARGETS: tuple[AiterTarget, ...] = (
 AnyTarget = Target | AiterTarget | SlotTarget
 ALL_TARGETS: tuple[AnyTarget, ...] = (*TARGETS, *AITER_TARGETS, *SLOT_TARGETS)
 """Every target that `judge` knows, in the order in which answers come."""
+SomeTarget = TypeVar("SomeTarget", bound=AnyTarget)
+
+
+def target_named(name: str, rows: Sequence[SomeTarget]) -> SomeTarget:
+    """Return the row of that name. Raises UsageError with the nearest name."""
+    names = [t.name for t in rows]
+    if name not in names:
+        close = get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else "see: fse-convert targets"
+        raise UsageError(Problem("target-unknown", f"no target {name!r}", "--target", hint))
+    return rows[names.index(name)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,12 +238,12 @@ def test_output_that_is_a_mount_point(made: Make, run: Run) -> None:
 def test_an_unexpected_failure_is_one_message_and_a_code_of_its_own(
     made: Make, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fse_convert.conversion import run as pipeline
+    from fse_convert.conversion import run as conversion
 
     def broken(*_: object) -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(pipeline, "plan_conversion", broken)
+    monkeypatch.setattr(conversion, "make_plan", broken)
     code, text, err = run(made(), tmp_path / "out", "--json")
     assert code == json.loads(text)["exit_code"] == 70
     assert "error[bug]: RuntimeError: surprise" in err

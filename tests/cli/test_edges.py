@@ -157,3 +157,17 @@ def test_completion_prints_a_script(name: str, run: Run) -> None:
     code, out, err = run("completion", name)
     assert (code, err) == (0, "")
     assert "_FSE_CONVERT_COMPLETE" in out
+
+
+def test_completion_shows_its_commands_line_by_line(run: Run) -> None:
+    _, out, _ = run("completion", "--help")
+    assert "\\b" not in out
+    assert "  bash:  fse-convert completion bash > ~/.local/share/bash-completion/completions/fse-convert\n" in out
+
+
+def test_no_summary_is_cut_off(run: Run) -> None:
+    from fse_convert.cli import cli
+
+    _, out, _ = run("--help")
+    assert "..." not in out.partition("Commands:")[2].partition("Exit codes:")[0]
+    assert all(len(command.get_short_help_str(200)) <= 46 for command in cli.commands.values())

@@ -348,8 +348,19 @@ def test_a_contradicting_config_is_noted(run: Run, source: Made) -> None:
     assert "error[config-block]" in err
 
 
-@pytest.mark.parametrize("args", [(), ("--format", "markdown"), ("--json",), ("--html", "report.html")])
-def test_neither_torch_nor_rich_is_imported(v41: Path, tmp_path: Path, args: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("args", "used"),
+    [
+        pytest.param((), {"rich"}, id="text"),
+        pytest.param(("--format", "markdown"), {"jinja2"}, id="markdown"),
+        pytest.param(("--format", "github"), {"jinja2"}, id="github"),
+        pytest.param(("--json",), set(), id="JSON"),
+        pytest.param(("--html", "report.html"), {"rich", "jinja2"}, id="HTML"),
+    ],
+)
+def test_nothing_heavy_is_imported_but_what_a_format_needs(
+    v41: Path, tmp_path: Path, args: tuple[str, ...], used: set[str]
+) -> None:
     script = textwrap.dedent(
         """
         import sys
@@ -358,16 +369,20 @@ def test_neither_torch_nor_rich_is_imported(v41: Path, tmp_path: Path, args: tup
             main(sys.argv[1:])
         except SystemExit as e:
             assert not e.code, e.code
-        heavy = {"torch", "rich", "numpy", "safetensors", "huggingface_hub"} & set(sys.modules)
-        assert not heavy, heavy
+        heavy = {"torch", "numpy", "safetensors", "huggingface_hub", "rich", "jinja2"} & set(sys.modules)
+        print(*heavy, file=sys.stderr)
         """
     )
-    subprocess.run([sys.executable, "-c", script, "inspect", str(v41), *args], check=True, capture_output=True, cwd=tmp_path)
+    command = [sys.executable, "-c", script, "inspect", str(v41), *args]
+    done = subprocess.run(command, check=True, capture_output=True, cwd=tmp_path, text=True)
+    assert set(done.stderr.split()) == used
 
 
 def test_help_imports_nothing_heavy() -> None:
     script = "import sys; from fse_convert.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-    script += "print(sorted({'torch', 'rich', 'numpy', 'asyncio', 'concurrent.futures'} & set(sys.modules)), file=sys.stderr)"
+    script += (
+        "print(sorted({'torch', 'rich', 'jinja2', 'numpy', 'asyncio', 'concurrent.futures'} & set(sys.modules)), file=sys.stderr)"
+    )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
 

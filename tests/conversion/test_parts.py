@@ -72,7 +72,7 @@ def test_a_part_says_what_comes_next(made: Callable[..., Path], run: Run, tmp_pa
     code, printed, _ = run(made(**KNOBS), tmp_path / "out", "--shards", "2/3")
     assert code == 0
     assert "part 2 of 3" in printed
-    assert "the same command without --shards proves them and publishes" in printed
+    assert "the same command without --part proves them and publishes" in printed
 
 
 def test_the_last_call_writes_what_no_part_did(made: Callable[..., Path], run: Run, digest: Digest, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from fse_convert.report.targets_markdown import targets_markdown
 from fse_convert.servers.targets import TARGETS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -37,9 +36,9 @@ def lines(svg: str) -> list[str]:
     return [re.sub(r"\s+", " ", found[n]).strip() for n in sorted(found, key=int)]
 
 
-def test_the_page_of_targets_is_the_data() -> None:
+def test_the_page_of_targets_is_the_data(make: ModuleType) -> None:
     page = (DOCS / "targets.md").read_text(encoding="utf-8")
-    assert page == targets_markdown()
+    assert page == make.targets_markdown()
     assert all(f"`{t.name}`" in page for t in TARGETS)
 
 

@@ -12,7 +12,7 @@ from fse_convert.inspection import contract_widths
 from fse_convert.model.describe import Description, describe
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.costs import Serving, costs, padding, stored
-from fse_convert.report.common import size
+from fse_convert.report.console import size
 from fse_convert.testing.checkpoints import make_checkpoint
 from fse_convert.testing.memory import Model
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import click
+import io
+
 import pytest
+from rich.console import Console
 
 from fse_convert.errors import Problem
 from fse_convert.inspection import Inspection, contract_widths, folded
 from fse_convert.plan.advice import advise
 from fse_convert.plan.costs import Serving, costs
-from fse_convert.report.inspection.markdown import markdown, workflow_commands
+from fse_convert.plan.planner import planner
+from fse_convert.plan.source import describe_source
+from fse_convert.report.console import span
+from fse_convert.report.inspection.github import workflow_commands
+from fse_convert.report.inspection.pages import markdown
 from fse_convert.report.inspection.text import text
-from fse_convert.report.inspection.view import Footnotes, cost_rows, gib, layer_rows, sections, span
+from fse_convert.report.inspection.view import Row, View, cost_rows, gib, layer_rows, sections
 from fse_convert.servers.judge import Subject, judge
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
-from fse_convert.testing.memory import Model, checkpoint, plans_of
+from fse_convert.testing.memory import Model, checkpoint
 from tests.releases import FROM_031, NEWEST
 
 
@@ -22,18 +28,35 @@ def inspection(model: Model, serving: Serving | None = None, problems: tuple[Pro
     about: Subject = model.subject()
     answers = judge(about)
     widths = contract_widths(about.description, 1)
+    opened = checkpoint(about.config, model.tensors())
     return Inspection(
-        checkpoint(about.config, model.tensors()),
-        about,
-        answers,
-        costs(about.description, serving or Serving(), widths),
-        advise(about, answers, plans_of(about, model.tensors())),
-        problems,
-        (),
-        (),
-        (),
+        checkpoint=opened,
+        subject=about,
+        answers=answers,
+        costs=costs(about.description, serving or Serving(), widths),
+        advice=advise(about, answers, planner(describe_source(opened))),
+        problems=problems,
+        unsupported=(),
+        conflicts=(),
+        notes=(),
         converted=False,
     )
+
+
+def printed(found: Inspection, columns: int = 100, *, colors: bool = False) -> str:
+    """What a terminal of so many columns shows."""
+    out = Console(
+        file=io.StringIO(),
+        width=columns,
+        force_terminal=colors,
+        color_system="standard" if colors else None,
+        markup=False,
+        highlight=False,
+    )
+    for part in text(View(found), columns):
+        out.print(part)
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    return str(shown)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +83,13 @@ def test_targets_with_one_answer_share_a_row() -> None:
         "sglang-0.5.23",
         "tensorrt-llm",
     ]
-    assert native.silent == (("no path for this model", ("vllm-0.29", "sglang-0.5.20")),)
+    assert native.silent == {"no path for this model": ["vllm-0.29", "sglang-0.5.20"]}
 
 
 def test_named_targets_are_listed_even_without_a_path() -> None:
     native = sections(inspection(Model(config={"model_type": "deepseek_v41"})), everything=True)[0]
     assert [a.name for r in native.rows for a in r.answers][:3] == ["megamoe-512", "megamoe-128", "vllm-0.29"]
-    assert native.silent == ()
+    assert native.silent == {}
 
 
 def test_layers_that_look_alike_are_folded_and_others_are_not() -> None:
@@ -80,27 +103,25 @@ def test_layers_that_look_alike_are_folded_and_others_are_not() -> None:
 
 
 def test_reasons_are_numbered_once() -> None:
-    found = inspection(Model(hidden=4096, width=2048, shared="bf16"))
-    rows = [row for s in sections(found) for row in s.rows]
-    notes = Footnotes(rows)
-    assert [n for n, _ in notes.entries] == list(range(1, len(notes.entries) + 1))
-    assert len({(r.code, r.message) for _, r in notes.entries}) == len(notes.entries)
-    assert notes.of(rows[0]) == "1"
+    view = View(inspection(Model(hidden=4096, width=2048, shared="bf16")))
+    assert len({(r.code, r.message) for r in view.reasons}) == len(view.reasons)
+    assert view.numbers(view.rows[0]) == "1"
+    shown = {int(n) for row in view.rows for n in view.numbers(row).split(", ") if n}
+    assert shown == set(range(1, len(view.reasons) + 1))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_strips_fit_and_a_long_model_shows_its_worst(width: int) -> None:
-    out = click.unstyle(text(inspection(Model(width=512, layers=90, mtp=1, mtp_shared="bf16")), width=width))
+    out = printed(inspection(Model(width=512, layers=90, mtp=1, mtp_shared="bf16")), width)
     row = next(line for line in out.splitlines() if f"vllm-0.29..{NEWEST.release.rpartition(chr(46))[2]} " in line)
-    assert len(row) <= width
-    assert row.endswith("█ ░  mixed 90/91 1")
+    assert max(map(len, out.splitlines())) <= width
+    assert row.rstrip().endswith("█ ░  mixed 90/91 1")
     assert ("a cell stands for up to" in out) == (width < 140)
 
 
-def test_colours_are_styles_that_can_be_taken_off() -> None:
-    styled = text(inspection(Model()))
-    assert "\x1b[32m" in styled
-    assert "\x1b[" not in click.unstyle(styled)
+def test_colours_are_for_terminals() -> None:
+    assert "\x1b[32m" in printed(inspection(Model()), colors=True)
+    assert "\x1b[" not in printed(inspection(Model()))
 
 
 def test_costs_name_what_is_held_twice_only_where_it_is() -> None:
@@ -133,13 +154,17 @@ def test_commands_of_github_actions_are_escaped() -> None:
 
 
 def test_markdown_escapes_what_would_break_a_table() -> None:
-    assert "\\|" in markdown(inspection(Model(config={"model_type": "deepseek_v4", "a|b": 1}), problems=(Problem("c", "x|y"),)))
+    found = inspection(Model(config={"model_type": "deepseek_v4", "a|b": 1}), problems=(Problem("c", "x|y\nz<b>"),))
+    assert "- `c` x\\|y z&lt;b>\n" in markdown(View(found))
+
+
+def test_a_line_break_in_a_name_starts_no_line() -> None:
+    assert "\n::error" not in printed(inspection(Model(config={"model_type": "deepseek_v4\n::error::x"})))
 
 
 def test_a_mixed_row_says_how_many() -> None:
-    from fse_convert.report.inspection.view import Row
-
-    answer = next(a for a in judge(Model(mtp_shared="bf16").subject()) if a.name == "vllm-0.33")
-    assert Row((answer,)).word == "mixed 2/3"
+    subject = Model(mtp_shared="bf16").subject()
+    answer = next(a for a in judge(subject) if a.name == "vllm-0.33")
+    assert Row((answer,), subject.description.layers).word == "mixed 2/3"
     assert answer.layers == (FUSED, FUSED, Verdict(Outcome.UNFUSED, answer.model.reasons))
     assert isinstance(answer.model.reasons[0], Reason)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fse_convert.conversion.files import Event
+from fse_convert.progress import Event
 from fse_convert.report.log import Log, listening
 from fse_convert.report.progress import Heartbeat, progress
 

@@ -1,18 +1,18 @@
-"""What every form of an inspection's report says, before it is text: rows of targets, folded layers, footnotes, costs."""
+"""What a report of an inspection says, in every format: headline, folded layers, rows of targets, footnotes, costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from fse_convert.inspection import Inspection
 from fse_convert.model.describe import Description, LayerDescription
 from fse_convert.model.moe import LayerKind
-from fse_convert.report.common import size
+from fse_convert.report.console import counted, problem_lines, runs, size, span
 from fse_convert.servers.judge import Answer, Question
 from fse_convert.servers.targets import CONTRACT
-from fse_convert.servers.verdict import Outcome, Reason
+from fse_convert.servers.verdict import Outcome, Reason, Verdict
 
 UNSUPPORTED_MODEL = frozenset({"model-unsupported", "aiter-family-unsupported"})
 """Reasons that say nothing about the checkpoint beyond its model type: such targets share one line."""
@@ -25,11 +25,59 @@ WORDS = {
 }
 
 
+class View:
+    """A report of an inspection, part by part; a format leaves out the parts that it has no place for.
+
+    ``names``: targets that the user asked for, all of which get a row; ``required``: those that must fuse. ``reasons``: every
+    distinct one of the rows, in the order of its first row; the first has the number 1. ``remarks``: what is not understood,
+    where config and headers contradict each other, and what to know.
+    """
+
+    def __init__(self, found: Inspection, names: Sequence[str] = (), required: Sequence[str] = ()) -> None:
+        self.found = found
+        self.headline = headline(found)
+        self.required = [a for a in found.answers if a.name in required]
+        self.layers = layer_rows(found.description)
+        self.sections = sections(found, everything=bool(names))
+        self.rows = [row for section in self.sections for row in section.rows]
+        distinct: dict[tuple[str, str], Reason] = {}
+        for reason in (r for row in self.rows for r in row.reasons):
+            distinct.setdefault((reason.code, reason.message), reason)
+        self.reasons = list(distinct.values())
+        self._numbers = {key: str(number) for number, key in enumerate(distinct, 1)}
+        self.remarks = [*found.unsupported, *found.conflicts, *found.notes]
+        self.costs = cost_rows(found)
+        self.advised_cost = advised_cost(found)
+
+    def numbers(self, row: Row) -> str:
+        """Return the numbers of a row's reasons: ``3, 5``."""
+        return ", ".join(dict.fromkeys(self._numbers[r.code, r.message] for r in row.reasons))
+
+
+def headline(found: Inspection) -> str:
+    """Say in a line what was inspected."""
+    description, checkpoint, quantization = found.description, found.checkpoint, found.subject.quantization
+    family = description.family.name if description.family else "unknown family"
+    parts = [
+        f"{family} ({description.model_type or 'no model_type'})",
+        *(["converted by fse-convert"] if found.converted else []),
+        counted(len(checkpoint.shards), "shard"),
+        counted(len(checkpoint.tensors), "tensor"),
+        size(checkpoint.total_size),
+    ]
+    if quantization.quantized:
+        block = f" {quantization.block[0]}x{quantization.block[1]}" if quantization.block else ""
+        algo = quantization.moe_quant_algo or quantization.quant_algo
+        parts.append(f"{quantization.method or 'no quant_method'}{block}{f' {algo}' if algo else ''} by {quantization.source}")
+    return ", ".join(parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Neighbouring targets with one answer: their outcome per layer and as a whole, reasons and doubts."""
+    """Neighbouring targets with one answer, and the layers that it is about."""
 
     answers: tuple[Answer, ...]
+    layers: tuple[LayerDescription, ...]
 
     @property
     def first(self) -> Answer:
@@ -60,6 +108,26 @@ class Row:
         layers = (r for v in self.first.layers for r in v.reasons)
         return tuple(dict.fromkeys((*self.first.model.reasons, *layers, *self.first.notes)))
 
+    @property
+    def cells(self) -> list[list[tuple[Outcome, str]]]:
+        """Outcome and title of one cell per layer, decoder and drafter layers apart."""
+        pairs = list(zip(self.layers, self.first.layers, strict=True))
+        kinds = ([(v.outcome, _title(d, v)) for d, v in pairs if d.layer.kind is kind] for kind in LayerKind)
+        return [cells for cells in kinds if cells]
+
+    @property
+    def unfused(self) -> str:
+        """The layers that do not fuse; none or all need no names."""
+        names = [d.layer.name for d, v in zip(self.layers, self.first.layers, strict=True) if not v.fused]
+        if not names:
+            return ""
+        return "all" if len(names) == len(self.layers) else f"`{span(names)}`"
+
+
+def _title(d: LayerDescription, verdict: Verdict) -> str:
+    codes = ", ".join(r.code for r in verdict.reasons)
+    return f"{d.layer.name}: {verdict.outcome.value}{f' ({codes})' if codes else ''}"
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -67,7 +135,7 @@ class Section:
 
     question: Question
     rows: tuple[Row, ...]
-    silent: tuple[tuple[str, tuple[str, ...]], ...]
+    silent: dict[str, list[str]]
 
 
 def sections(found: Inspection, *, everything: bool = False) -> list[Section]:
@@ -76,9 +144,9 @@ def sections(found: Inspection, *, everything: bool = False) -> list[Section]:
     for question in Question:
         answers = [a for a in found.answers if a.question is question and (everything or a.engine != CONTRACT)]
         silent = [] if everything else [a for a in answers if _is_silent(a)]
-        rows = tuple(_rows(a for a in answers if a not in silent))
         if answers:
-            listed.append(Section(question, rows, tuple(_silent_lines(silent))))
+            rows = _rows((a for a in answers if a not in silent), found.description.layers)
+            listed.append(Section(question, tuple(rows), _by_outcome(silent)))
     return listed
 
 
@@ -87,37 +155,21 @@ def _is_silent(answer: Answer) -> bool:
     return bool(codes) and codes <= UNSUPPORTED_MODEL
 
 
-def _silent_lines(answers: Iterable[Answer]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    by_outcome: dict[str, list[str]] = {}
+def _by_outcome(answers: Iterable[Answer]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
     for a in answers:
         what = "not known for this model" if a.model.outcome is Outcome.UNKNOWN else "no path for this model"
-        by_outcome.setdefault(what, []).append(a.name)
-    yield from ((what, tuple(names)) for what, names in by_outcome.items())
+        names.setdefault(what, []).append(a.name)
+    return names
 
 
-def _rows(answers: Iterable[Answer]) -> Iterator[Row]:
+def _rows(answers: Iterable[Answer], layers: tuple[LayerDescription, ...]) -> Iterator[Row]:
     def alike(a: Answer) -> tuple[object, ...]:
         reasons = [r.code for r in a.model.reasons]
-        layers = [(v.outcome, tuple(r.code for r in v.reasons)) for v in a.layers]
-        return (a.engine, a.needs, a.model.outcome, reasons, layers, [n.code for n in a.notes])
+        verdicts = [(v.outcome, tuple(r.code for r in v.reasons)) for v in a.layers]
+        return (a.engine, a.needs, a.model.outcome, reasons, verdicts, [n.code for n in a.notes])
 
-    yield from (Row(tuple(group)) for _, group in groupby(answers, alike))
-
-
-class Footnotes:
-    """Every distinct reason of some rows, numbered in the order of its first row."""
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        found: dict[tuple[str, str], Reason] = {}
-        for row in rows:
-            for reason in row.reasons:
-                found.setdefault((reason.code, reason.message), reason)
-        self.entries = tuple(enumerate(found.values(), 1))
-        self._numbers = {key: number for number, key in enumerate(found, 1)}
-
-    def of(self, row: Row) -> str:
-        """The numbers of a row's reasons: ``3, 5``."""
-        return ", ".join(dict.fromkeys(str(self._numbers[r.code, r.message]) for r in row.reasons))
+    yield from (Row(tuple(group), layers) for _, group in groupby(answers, alike))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,27 +186,10 @@ def layer_rows(description: Description) -> list[LayerRow]:
     """Fold layers that look alike into one row each."""
 
     def alike(d: LayerDescription) -> tuple[object, ...]:
-        return (d.layer.kind is LayerKind.MTP, _routed(d), _shared(d), tuple(p.code for p in d.problems))
+        return (d.layer.kind is LayerKind.MTP, _routed(d), _shared(d), _problem(d))
 
-    rows = []
-    for _, group in groupby(description.layers, alike):
-        layers = list(group)
-        name = span([d.layer.name for d in layers])
-        problem = ", ".join(dict.fromkeys(p.code for p in layers[0].problems))
-        rows.append(LayerRow(name, _routed(layers[0]), _shared(layers[0]), problem))
-    return rows
-
-
-def span(names: list[str]) -> str:
-    """Name a run of layers: ``layers.0..39.ffn (40)``."""
-    first, last = names[0].split("."), names[-1].split(".")
-    if len(names) == 1:
-        return names[0]
-    different = [i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b]
-    if len(first) != len(last) or len(different) != 1:
-        return f"{names[0]} .. {names[-1]} ({len(names)})"
-    first[different[0]] += f"..{last[different[0]]}"
-    return f"{'.'.join(first)} ({len(names)})"
+    folded = runs(description.layers, alike, lambda d: d.layer.name)
+    return [LayerRow(name, _routed(d), _shared(d), _problem(d)) for name, d in folded]
 
 
 def _routed(d: LayerDescription) -> str:
@@ -174,23 +209,8 @@ def _shared(d: LayerDescription) -> str:
     return f"shared {d.shared.label}, {d.shared.width} wide{gated}" if d.shared else f"shared ?{gated}"
 
 
-def headline(found: Inspection) -> str:
-    """What was inspected, in a line."""
-    description, checkpoint = found.description, found.checkpoint
-    family = description.family.name if description.family else "unknown family"
-    parts = [
-        f"{family} ({description.model_type or 'no model_type'})",
-        *(["converted by fse-convert"] if found.converted else []),
-        f"{len(checkpoint.shards)} shards",
-        f"{len(checkpoint.tensors):,} tensors",
-        size(checkpoint.total_size),
-    ]
-    quantization = found.subject.quantization
-    if quantization.quantized:
-        block = f" {quantization.block[0]}x{quantization.block[1]}" if quantization.block else ""
-        algo = quantization.moe_quant_algo or quantization.quant_algo
-        parts.append(f"{quantization.method or 'no quant_method'}{block}{f' {algo}' if algo else ''} by {quantization.source}")
-    return ", ".join(parts)
+def _problem(d: LayerDescription) -> str:
+    return ", ".join(dict.fromkeys(p.code for p in d.problems))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +224,7 @@ class CostRow:
 
 
 def cost_rows(found: Inspection) -> list[CostRow]:
-    """The costs as rows."""
+    """Return the costs as rows."""
     c = found.costs
     if c is None:
         return []
@@ -222,19 +242,28 @@ def cost_rows(found: Inspection) -> list[CostRow]:
         loading = f"{gib(d.sglang_loading)} while loading"
         rows.append(CostRow("duplicates, SGLang <= 0.5.23: routed scales", "", f"+{gib(d.sglang_scales)}", loading))
         rows.append(CostRow("duplicates, SGLang >= 0.5.22: shared gate, up", "", f"+{gib(d.sglang_shared)}", "where it fuses"))
-        rows.append(CostRow("duplicates, padding at load (vllm#56568)", "", f"+{gib(d.seed)}", "in no release"))
     return rows
 
 
-def gib(n: float) -> str:
-    """Bytes in GiB, so that figures compare at a glance; small ones in their own unit."""
-    return f"{n / 2**30:.2f} GiB" if n >= 2**26 else size(n)
-
-
-def gain_cost(found: Inspection) -> str:
-    """What the advised padding costs, in brackets."""
+def advised_cost(found: Inspection) -> str:
+    """Say in brackets what the advised padding costs."""
     gain, c = found.advice.gain, found.costs
     if gain is None or c is None or gain.contract not in c.paddings:
         return ""
     p = c.paddings[gain.contract]
     return f"(+{gib(p.disk)} on disk, +{gib(p.per_rank(c.serving))} per rank at EP {c.serving.ep})"
+
+
+def gib(n: float) -> str:
+    """Return bytes in GiB, so that figures compare at a glance; small ones in their own unit."""
+    return f"{n / 2**30:.2f} GiB" if n >= 2**26 else size(n)
+
+
+def complaints(found: Inspection, required: Sequence[str]) -> list[str]:
+    """Return the lines for stderr: everything that is broken, and the required targets that do not fuse, with every reason."""
+    problems = (*found.problems, *(found.contradictions if required else ()))
+    lines = [line for problem in problems for line in problem_lines(problem)]
+    for answer in found.failing(required):
+        reasons = "; ".join(f"{r.code}: {r.message}" for r in answer.objections)
+        lines.append(f"error[not-fused]: {answer.name} does not fuse every layer: {reasons}")
+    return lines

@@ -1,0 +1,215 @@
+"""An inspection as one JSON object; reasons are said once per target, with the layers that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fse_convert.errors import ExitCode, Problem
+from fse_convert.inspection import Inspection
+from fse_convert.model.describe import Description, ExpertGroup, LayerDescription
+from fse_convert.plan.costs import Costs, Serving, Stored
+from fse_convert.report.records import ExpertsRecord, ReasonRecord, Record, Response, fill, reasons_of
+from fse_convert.servers.judge import Answer, Question
+from fse_convert.servers.verdict import Outcome, Reason
+
+
+class InspectionRecord(Response, kw_only=True):
+    """What ``inspect`` prints."""
+
+    exit_code: int
+    checkpoint: CheckpointRecord
+    model_type: str
+    family: str | None
+    quantization: QuantizationRecord | None
+    n_shared_experts: int
+    layers: list[LayerRecord]
+    seen: list[SeenRecord]
+    targets: list[TargetRecord]
+    required: list[RequiredRecord]
+    costs: CostsRecord | None
+    advice: AdviceRecord
+    problems: Sequence[Problem]
+    unsupported: Sequence[Problem]
+    conflicts: Sequence[Problem]
+    notes: Sequence[Problem]
+
+
+class CheckpointRecord(Record):
+    """The folder."""
+
+    label: str
+    shards: int
+    tensors: int
+    bytes: int
+    converted: bool
+
+
+class QuantizationRecord(Record):
+    """What the config says of storage."""
+
+    source: str
+    method: str | None
+    quant_algo: str | None
+    moe_quant_algo: str | None
+    weight_block_size: tuple[int, int] | None
+    expert_dtype: str | None
+    ignore: Sequence[str]
+
+
+class LayerRecord(Record):
+    """One MoE layer as stored."""
+
+    name: str
+    kind: str
+    index: int
+    routed: ExpertsRecord | None
+    shared: ExpertsRecord | None
+    gated: bool
+    stacked: list[str]
+    problems: list[str]
+
+
+class SeenRecord(Record):
+    """Tensor names that look like experts, in a model of no known family."""
+
+    pattern: str
+    count: int
+    dtype: str
+    shape: Sequence[int]
+
+
+class TargetRecord(Record):
+    """What one target makes of the checkpoint. ``layers``: their names by verdict."""
+
+    target: str
+    question: Question
+    engine: str
+    release: str
+    needs: str
+    source: str
+    verdict: Outcome
+    fused: bool
+    layers: dict[str, list[str]]
+    reasons: list[ReasonRecord]
+    notes: list[ReasonRecord]
+
+
+class RequiredRecord(Record):
+    """Whether a required target fuses, and whether it passes."""
+
+    target: str
+    fused: bool
+    passed: bool
+
+
+class CostsRecord(Record):
+    """Bytes, for one way of serving; ``padding`` is by kernel contract."""
+
+    serving: Serving
+    stored: dict[str, Any]
+    shared_per_rank: dict[str, int]
+    padding: dict[str, PaddingRecord]
+    duplicates_per_rank: dict[str, int]
+
+
+class PaddingRecord(Record):
+    """What padding costs: bytes, and ``work``, the arithmetic afterwards (before: 1)."""
+
+    width: int
+    new_width: int
+    disk: int
+    per_rank: int
+    decoder: Stored
+    mtp: Stored
+    work: float
+
+
+class AdviceRecord(Record):
+    """What to do."""
+
+    sentences: Sequence[str]
+    command: str | None
+
+
+def inspection_record(found: Inspection, required: Sequence[str]) -> InspectionRecord:
+    """Describe an inspection; it is not ``ok`` when the checkpoint is broken or a required target does not fuse."""
+    checkpoint, description, quantization = found.checkpoint, found.description, found.subject.quantization
+    exit_code = found.exit_code(required)
+    return fill(
+        InspectionRecord,
+        found,
+        ok=exit_code is ExitCode.OK,
+        exit_code=int(exit_code),
+        checkpoint=CheckpointRecord(
+            label=checkpoint.folder.label,
+            shards=len(checkpoint.shards),
+            tensors=len(checkpoint.tensors),
+            bytes=checkpoint.total_size,
+            converted=found.converted,
+        ),
+        model_type=description.model_type,
+        family=description.family.name if description.family else None,
+        quantization=fill(QuantizationRecord, quantization, weight_block_size=quantization.block)
+        if quantization.quantized
+        else None,
+        n_shared_experts=description.n_shared,
+        layers=[_layer(d) for d in description.layers],
+        seen=[fill(SeenRecord, s, dtype=s.example.dtype, shape=s.example.shape) for s in description.seen],
+        targets=[_target(a, description) for a in found.answers],
+        required=[RequiredRecord(target=a.name, fused=a.fused, passed=a.safe) for a in found.answers if a.name in required],
+        costs=_costs(found.costs) if found.costs else None,
+        advice=AdviceRecord(sentences=found.advice.sentences, command=found.advice.command or None),
+    )
+
+
+def _layer(d: LayerDescription) -> LayerRecord:
+    return LayerRecord(
+        name=d.layer.name,
+        kind=d.layer.kind.value,
+        index=d.layer.index,
+        routed=_experts(d.routed, len(d.layer.routed)),
+        shared=_experts(d.shared, 1),
+        gated=d.layer.gate_tensor is not None,
+        stacked=[t.name for t in d.layer.stacked],
+        problems=[p.code for p in d.problems],
+    )
+
+
+def _experts(group: ExpertGroup | None, count: int) -> ExpertsRecord | None:
+    return fill(ExpertsRecord, group, count=count, format=group.label) if group else None
+
+
+def _target(a: Answer, description: Description) -> TargetRecord:
+    outcomes: dict[str, list[str]] = {}
+    reasons: dict[Reason, list[str]] = {}
+    for d, verdict in zip(description.layers, a.layers, strict=True):
+        outcomes.setdefault(verdict.outcome.value, []).append(d.layer.name)
+        for reason in verdict.reasons:
+            reasons.setdefault(reason, []).append(d.layer.name)
+    for reason in a.model.reasons:
+        reasons.setdefault(reason, [])
+    return fill(
+        TargetRecord,
+        a,
+        target=a.name,
+        verdict=a.model.outcome,
+        layers=outcomes,
+        reasons=[ReasonRecord(code=r.code, message=r.message, hint=r.hint, layers=names) for r, names in reasons.items()],
+        notes=reasons_of(a.notes),
+    )
+
+
+def _costs(c: Costs) -> CostsRecord:
+    stored = c.decoder.per_rank(c.serving) + c.mtp.per_rank(c.serving)
+    paddings = c.paddings.items()
+    return CostsRecord(
+        serving=c.serving,
+        stored={"decoder": c.decoder, "mtp": c.mtp, "per_rank": round(stored)},
+        shared_per_rank={"once": c.shared_kernel, "twice": 2 * c.shared_kernel, "sharded": round(c.shared_sharded)},
+        padding={
+            name: fill(PaddingRecord, p, per_rank=round(p.per_rank(c.serving)), work=round(p.work, 4)) for name, p in paddings
+        },
+        duplicates_per_rank={key: round(value) for key, value in asdict(c.duplicates).items()},
+    )
