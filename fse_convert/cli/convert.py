@@ -32,12 +32,9 @@ if TYPE_CHECKING:
     help="all: pad every expert in the standard layout. shared: leave the shards alone, pad the shared experts in OUT/fse only.",
 )  # fmt: skip
 @click.option(
-    "--tp",
-    type=click.IntRange(min=1, max=1024),
-    default=1,
-    show_default=True,
+    "--tp", type=click.IntRange(min=1, max=1024), default=1, show_default=True,
     help="Also make the width divisible by this tensor-parallel size.",
-)
+)  # fmt: skip
 @link_option("OUT")
 @click.option("--allow-unfused", is_flag=True, help="Also write layers that would not fuse, in the standard layout only.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it is an earlier output of fse-convert or an empty folder.")
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
 @click.option("--ray", metavar="ADDRESS", help="Write the shards on a Ray cluster (HOST:PORT or auto) that shares the file system.")
 @click.option(
     "--verify", "level", type=click.Choice([level.value for level in Level]), default=Level.NUMERICS.value, show_default=True,
-    help="How far OUT is proved against CHECKPOINT before it appears; each level includes those before it. Where there is no"
+    help="Verification level that OUT must pass before it appears; each level includes those before it. Where there is no"
     " SM100 GPU, the kernel level is recorded as not run.",
 )  # fmt: skip
 @log_options

@@ -17,20 +17,11 @@ if TYPE_CHECKING:
 
 @cli.command()
 @click.argument("checkpoint", type=click.Path())
+@click.option("--target", multiple=True, metavar="NAME", shell_complete=complete_target, help="Judge this target only; repeatable.")
 @click.option(
-    "--target",
-    multiple=True,
-    metavar="NAME",
-    shell_complete=complete_target,
-    help="Judge this target only; repeatable.",
-)
-@click.option(
-    "--require",
-    multiple=True,
-    metavar="NAME",
-    shell_complete=complete_target,
+    "--require", multiple=True, metavar="NAME", shell_complete=complete_target,
     help="Exit with 1 unless this target fuses every layer; repeatable.",
-)
+)  # fmt: skip
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size, for costs and widths.")
 @click.option("--ep", type=click.IntRange(min=1), default=8, show_default=True, help="Expert-parallel size, for costs per rank.")
 @click.option(

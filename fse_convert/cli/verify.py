@@ -19,7 +19,7 @@ from fse_convert.verification.findings import Level
 @click.option("--source", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="The checkpoint that OUT was made from.")
 @click.option(
     "--level", type=click.Choice([level.value for level in Level if level is not Level.NONE]),
-    help="How far to go; each level includes those before it.  [default: numerics; storage without --source]",
+    help="Verification level; each includes those before it.  [default: numerics; storage without --source]",
 )  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Compare N tensors instead of all, for a quick look.")
 @click.option(

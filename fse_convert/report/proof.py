@@ -26,7 +26,7 @@ def print_proof(proof: Proof, *, written: bool = False) -> None:
         *_storage_lines(proof.storage, written=written),
         *_numerics_lines(proof.numerics),
         *_kernel_lines(proof.kernel),
-        *_stated_lines(proof),
+        *_manifest_lines(proof),
     ):
         out.print(line, soft_wrap=True)
 
@@ -118,7 +118,7 @@ def _kernel_lines(summary: KernelSummary | None) -> Iterator[str]:
     yield f"kernel: passed: {layers}, relative L2 at most {summary.relative_l2:.3g}, on {where.device_name}{unfit}"
 
 
-def _stated_lines(proof: Proof) -> Iterator[str]:
+def _manifest_lines(proof: Proof) -> Iterator[str]:
     """Yield what only the manifest says of the kernel, where this run did not try it."""
     if proof.storage.kernel_stated and (proof.kernel is None or proof.kernel.status == "not-run"):
         yield f"kernel: stated by the manifest, not checked here: {proof.storage.kernel_stated}"
