@@ -252,13 +252,12 @@ def _open(folder: Path, *, whole: bool) -> Sidecar:
 
 
 class _ServedFolder(LocalFolder):
-    """OUT as far as servers read it: its own files and those of ``fse/``, not folders that a user may keep beside them."""
+    """OUT as far as the reader needs it: folders that a user keeps beside ``fse/`` need not be readable to the server."""
 
     @cached_property
     def files(self) -> dict[str, int]:
-        """Size by name."""
-        paths = sorted((*self.root.iterdir(), *(self.root / SIDECAR).iterdir()))
-        return {path.relative_to(self.root).as_posix(): path.stat().st_size for path in paths if path.is_file()}
+        """Size of the files in ``fse/``, by name."""
+        return {f"{SIDECAR}/{path.name}": path.stat().st_size for path in self.path(SIDECAR).iterdir() if path.is_file()}
 
 
 def _manifest(folder: Path) -> Manifest:
