@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.reader import Checkpoint, Reading, read_checkpoint
-from fse_convert.errors import ExitCode, Problem, UsageError
-from fse_convert.model.consistency import header_conflicts
-from fse_convert.model.describe import LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, describe, kernel_tensors
+from fse_convert.errors import ExitCode, Problem
+from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.describe import describe, kernel_tensors
+from fse_convert.model.description import NOT_UNDERSTOOD, Description
+from fse_convert.model.quantization import read_quantization
 from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.contents import read_scales
 from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.plan import Options
 from fse_convert.plan.planner import needed_width, planner
-from fse_convert.servers.judge import ALL_TARGETS, Answer, Subject, judge, subject
+from fse_convert.servers.judge import ALL_TARGETS, Answer, Subject, judge
 from fse_convert.servers.scales import UNREAD, Scales
-from fse_convert.servers.targets import CONTRACTS, find_target
+from fse_convert.servers.targets import CONTRACTS, find_or_suggest, find_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +71,7 @@ class Inspection:
 
 def target_names(names: Iterable[str]) -> frozenset[str]:
     """Check names of targets; raises UsageError for one that is not known."""
-    known = [t.name for t in ALL_TARGETS]
-    for name in names:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "see: fse-convert targets"
-            raise UsageError(Problem("target-unknown", f"no target {name!r}", "--target", hint))
-    return frozenset(names)
+    return frozenset(find_or_suggest(name, ALL_TARGETS).name for name in names)
 
 
 def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(), *, thorough: bool = False) -> Inspection:
@@ -87,14 +82,15 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     """
     reading = read_checkpoint(folder)
     checkpoint = reading.checkpoint
-    description = describe(checkpoint)
+    quantization = read_quantization(checkpoint.config, checkpoint.quant_config)
+    description = describe(checkpoint, quantization)
     scales = _scales(reading, description, folder, thorough=thorough)
-    about = subject(checkpoint.config, checkpoint.quant_config, description, scales)
+    about = Subject(checkpoint.config, checkpoint.quant_config, quantization, description, scales)
     answers = judge(about)
     plans = (lambda _: None) if reading.problems else planner(checkpoint, description, scales)
     widths = contract_widths(description, serving.tp)
     problems = _layer_problems(reading, description)
-    conflicts = (*description.conflicts, *about.quantization.conflicts, *header_conflicts(about.quantization, description))
+    conflicts = (*description.conflicts, *quantization.conflicts)
     return Inspection(
         checkpoint,
         about,

@@ -9,10 +9,12 @@ from typing import Any
 
 from fse_convert.checkpoint.header import BITS, Header, TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.model.describe import Description, describe
+from fse_convert.model.describe import describe
+from fse_convert.model.description import Description
+from fse_convert.model.quantization import read_quantization
 from fse_convert.plan.advice import Plans
 from fse_convert.plan.planner import planner
-from fse_convert.servers.judge import Subject, subject
+from fse_convert.servers.judge import Subject
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape by name."""
@@ -157,8 +159,9 @@ def plans_of(about: Subject, tensors: Tensors) -> Plans:
 
 
 def description_of(config: Mapping[str, Any], tensors: Tensors) -> Description:
-    return describe(checkpoint(config, tensors))
+    return describe(checkpoint(config, tensors), read_quantization(config))
 
 
 def subject_of(config: Mapping[str, Any], tensors: Tensors, quant_config: Mapping[str, Any] | None = None) -> Subject:
-    return subject(config, quant_config, description_of(config, tensors))
+    quantization = read_quantization(config, quant_config)
+    return Subject(config, quant_config, quantization, describe(checkpoint(config, tensors, quant_config), quantization))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from fse_convert.errors import Problem, UsageError
 from fse_convert.output.copying import Link
 from fse_convert.output.parts import Share
 from fse_convert.report.log import Log, listening
-from fse_convert.servers.targets import TARGETS, Target, find_target
+from fse_convert.servers.targets import TARGETS, Target, find_or_suggest
 
 Command = Callable[..., Any]
 MOST_PARTS = 10_000
@@ -69,9 +67,4 @@ def complete_target(_ctx: click.Context, _param: click.Parameter, incomplete: st
 
 def target(name: str) -> Target:
     """The target of that name; raises UsageError with the nearest name."""
-    found = find_target(name)
-    if found is None:
-        close = difflib.get_close_matches(name, [t.name for t in TARGETS], n=1)
-        hint = f"did you mean {close[0]}?" if close else "see: fse-convert targets"
-        raise UsageError(Problem("target-unknown", f"no target {name!r}", "--target", hint))
-    return found
+    return find_or_suggest(name, TARGETS)

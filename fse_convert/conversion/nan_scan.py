@@ -11,12 +11,10 @@ from typing import NoReturn
 
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
-from fse_convert.model.describe import Description
-from fse_convert.model.formats import NaN
+from fse_convert.model.description import Description
+from fse_convert.model.formats import NAN_BYTES
 from fse_convert.output.jobs import Scan
 
-CODES: Mapping[NaN, tuple[int, ...]] = {NaN.E4M3: (0x7F, 0xFF), NaN.E8M0: (0xFF,)}
-"""NaN codes of the formats whose elements are single bytes."""
 DAMAGED = "the checkpoint is damaged: compare its checksum"
 
 
@@ -30,8 +28,8 @@ def expert_codes(description: Description) -> dict[str, tuple[int, ...]]:
                     tiles = group.formats[role].tiles if group else {}
                     for suffix, info in projection.parts.items():
                         tile = tiles[suffix]
-                        if tile and tile.nan and tile.nan in CODES:
-                            found[info.name] = CODES[tile.nan]
+                        if tile and tile.nan and tile.nan in NAN_BYTES:
+                            found[info.name] = NAN_BYTES[tile.nan]
     return found
 
 

@@ -33,6 +33,7 @@ from fse_convert.conversion.files import (
 from fse_convert.conversion.ray import reach, run_on_ray
 from fse_convert.errors import EnvironmentFailure, Problem, UsageError, VerificationFailure
 from fse_convert.model.describe import describe
+from fse_convert.model.quantization import read_quantization
 from fse_convert.output.copying import Link
 from fse_convert.output.jobs import Job, write_job
 from fse_convert.output.journal import differences
@@ -90,7 +91,7 @@ def plan_conversion(source: Path, options: Options) -> tuple[Plan, LocalFolder]:
     with environment(source):
         folder = LocalFolder(source)
         checkpoint = open_checkpoint(folder)
-        description = describe(checkpoint)
+        description = describe(checkpoint, read_quantization(checkpoint.config, checkpoint.quant_config))
         contents = read_contents(checkpoint, folder, description)
     plan = make_plan(checkpoint, description, options, contents)
     family = description.family.name if description.family else "no known family"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint
-from fse_convert.model.describe import Description
+from fse_convert.model.description import Description
 from fse_convert.plan.plan import Contents
 from fse_convert.servers.scales import UNREAD, Scales, routed_f32_scales, shared_f32_scales
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fse_convert.checkpoint.header import LENGTH_BYTES, METADATA, TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.model.describe import Description, ExpertGroup, LayerDescription
+from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.model.formats import NaN
 from fse_convert.model.moe import Expert
 from fse_convert.servers.scales import UNREAD, Scales

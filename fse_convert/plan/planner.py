@@ -11,9 +11,11 @@ from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.reader import SIDECAR, Checkpoint, Shard
 from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem
 from fse_convert.layout.sizes import ceil_div, round_up
-from fse_convert.model.describe import LOAD_CONFLICTS, Description, LayerDescription, kernel_tensors
+from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.describe import kernel_tensors
+from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.families import FAMILIES
-from fse_convert.model.formats import Format, Kind, Tile
+from fse_convert.model.formats import Format, StorageKind, Tile
 from fse_convert.model.moe import LayerKind, Role
 from fse_convert.plan.plan import (
     LAYOUT,
@@ -35,7 +37,7 @@ from fse_convert.plan.plan import (
     matrix,
     tripwire,
 )
-from fse_convert.servers.native import Widths, kernel_verdict, target_verdict
+from fse_convert.servers.native import LaunchWidths, kernel_verdict, target_verdict
 from fse_convert.servers.scales import INEXACT, UNREAD, Scales, with_scales
 from fse_convert.servers.targets import Contract, Target, width_multiple
 from fse_convert.servers.verdict import Reason, Verdict, whole
@@ -88,8 +90,10 @@ def decide(checkpoint: Checkpoint, description: Description, options: Options, s
     verdicts = tuple(
         LayerVerdict(
             d,
-            with_scales(d, kernel_verdict(d, options.contract, options.target.pairings, Widths(width, n_shared * width)), scales),
-            _standard_verdict(d, options.target, checkpoint.config, Widths(main, n_shared * main), scales),
+            with_scales(
+                d, kernel_verdict(d, options.contract, options.target.pairings, LaunchWidths(width, n_shared * width)), scales
+            ),
+            _standard_verdict(d, options.target, checkpoint.config, LaunchWidths(main, n_shared * main), scales),
         )
         for d in description.layers
     )
@@ -168,7 +172,7 @@ def _widths(description: Description) -> tuple[int, int]:
 
 
 def _standard_verdict(
-    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: Widths, scales: Scales
+    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: LaunchWidths, scales: Scales
 ) -> Verdict:
     """Judge a layer of the output's standard layout as `fse_convert.servers.judge` judges that folder."""
     verdict = target_verdict(layer, target, config, widths)
@@ -257,7 +261,7 @@ def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract,
     files: list[list[SharedExpert]] = []
     room = 0
     for layer in layers:
-        if layer.shared is None or any(f.kind is not Kind.FP8_BLOCK for f in layer.shared.formats.values()):
+        if layer.shared is None or any(f.kind is not StorageKind.FP8_BLOCK for f in layer.shared.formats.values()):
             continue
         size = 3 * width * layer.shared.hidden
         if room < size:

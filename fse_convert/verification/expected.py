@@ -15,9 +15,11 @@ from typing import Any
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, Shard, open_checkpoint
-from fse_convert.model.describe import Description, ExpertGroup, LayerDescription, describe
-from fse_convert.model.formats import Format, Kind
+from fse_convert.model.describe import describe
+from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
+from fse_convert.model.quantization import read_quantization
 
 FUSED = "fused"
 PACKED = 128
@@ -76,7 +78,7 @@ class KernelExpert:
 def open_source(folder: LocalFolder) -> Source:
     """Open and describe a source; raises InvalidCheckpoint."""
     checkpoint = open_checkpoint(folder)
-    return Source(folder, checkpoint, describe(checkpoint))
+    return Source(folder, checkpoint, describe(checkpoint, read_quantization(checkpoint.config, checkpoint.quant_config)))
 
 
 def source_widths(description: Description) -> tuple[int, int] | None:
@@ -114,11 +116,11 @@ def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
     """Rows and columns of the logical matrix that one stored element stands for (0 columns: all); None for scalars."""
     if suffix == f.weight:
         return (1, 2) if f.weight_dtype in ("I8", "U8") else (1, 1)
-    if suffix != f.scale or f.kind is Kind.FP8_TENSOR:
+    if suffix != f.scale or f.kind is StorageKind.FP8_TENSOR:
         return None
-    if f.kind is Kind.FP8_CHANNEL:
+    if f.kind is StorageKind.FP8_CHANNEL:
         return 1, 0
-    return {Kind.MXFP4: (1, 32), Kind.NVFP4: (1, 16)}.get(f.kind, f.block)
+    return {StorageKind.MXFP4: (1, 32), StorageKind.NVFP4: (1, 16)}.get(f.kind, f.block)
 
 
 def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) -> tuple[int, ...]:
@@ -141,7 +143,9 @@ def kernel_experts(description: Description, verdicts: Mapping[str, str], width:
     return [
         KernelExpert(f"{d.layer.name}.experts", d.shared, width)
         for d in description.layers
-        if d.shared and verdicts.get(d.layer.name) == FUSED and {f.kind for f in d.shared.formats.values()} == {Kind.FP8_BLOCK}
+        if d.shared
+        and verdicts.get(d.layer.name) == FUSED
+        and {f.kind for f in d.shared.formats.values()} == {StorageKind.FP8_BLOCK}
     ]
 
 

@@ -17,6 +17,7 @@ from fse_convert.checkpoint.reader import CONFIG, INDEX, MANIFEST, SIDECAR, Shar
 from fse_convert.errors import VerificationFailure
 from fse_convert.model.describe import describe
 from fse_convert.model.moe import Role
+from fse_convert.model.quantization import read_quantization
 from fse_convert.plan.plan import tripwire
 from fse_convert.sidecar.claims import Claims
 from fse_convert.sidecar.originals import encode_json
@@ -128,7 +129,8 @@ def prove_alone(
     findings = Findings()
     opened = read_checkpoint(out)
     findings.add(*refusals(opened.problems))
-    source = Source(out, opened.checkpoint, describe(opened.checkpoint))
+    quantization = read_quantization(opened.checkpoint.config, opened.checkpoint.quant_config)
+    source = Source(out, opened.checkpoint, describe(opened.checkpoint, quantization))
     shards, sidecar = opened.checkpoint.shards, read_sidecar(out, findings)
     layers = kernel_experts(source.description, claims.layers, claims.n_shared * claims.widths[2])
     for shard in sidecar:

@@ -9,6 +9,7 @@ from in_memory import PROJ, Tensors, W, checkpoint, expert
 
 from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertible
 from fse_convert.model.describe import describe
+from fse_convert.model.quantization import read_quantization
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.servers.targets import find_target
@@ -35,7 +36,7 @@ def plan(config: dict[str, Any], tensors: Tensors, **options: Any) -> Plan:
     target = find_target("megamoe-512")
     assert target is not None
     made = checkpoint({"num_hidden_layers": 2, **config}, tensors)
-    return make_plan(made, describe(made), Options(target, **options))
+    return make_plan(made, describe(made, read_quantization(made.config)), Options(target, **options))
 
 
 def refused(config: dict[str, Any], tensors: Tensors, **options: Any) -> FseConvertError:
@@ -112,7 +113,7 @@ def test_such_a_config_is_no_obstacle_where_nothing_is_padded() -> None:
     target = find_target("megamoe-128")
     assert target is not None
     made = checkpoint(config, tensors_of(shared="shared_mlp"))
-    assert not make_plan(made, describe(made), Options(target)).padded
+    assert not make_plan(made, describe(made, read_quantization(made.config)), Options(target)).padded
 
 
 def test_a_shared_width_of_its_own_must_be_a_multiple_of_the_routed_one() -> None:

@@ -88,7 +88,7 @@ def _section(found: Inspection, section: Section, notes: Footnotes) -> Iterator[
             _strip(found, row),
             f'<span class="mark {row.first.model.outcome.value}"></span>{escape(row.word)}',
             notes.of(row),
-            f"<span class=dim>{escape(row.first.needs)}</span>",
+            f"<span class=dim>{escape(row.first.started_with)}</span>",
         )
         for row in section.rows
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from fse_convert.errors import ExitCode, Problem
 from fse_convert.inspection import Inspection
-from fse_convert.model.describe import Description, ExpertGroup, LayerDescription
+from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.plan.costs import Costs
 from fse_convert.report.common import SCHEMA_VERSION
 from fse_convert.servers.judge import Answer
@@ -96,7 +96,7 @@ def _answer(a: Answer, description: Description) -> dict[str, Any]:
         "question": a.question.value,
         "engine": a.engine,
         "release": a.release,
-        "needs": a.needs,
+        "needs": a.started_with,
         "source": a.source,
         "verdict": a.model.outcome.value,
         "fused": a.fused,
@@ -135,7 +135,9 @@ def _costs(c: Costs | None) -> dict[str, Any] | None:
             }
             for contract, p in c.paddings.items()
         },
-        "duplicates_per_rank": {key: round(value) for key, value in asdict(c.duplicates).items()},
+        # seed: the second, padded copy that vllm-project/vllm#56568 made, in no release; a key that this schema has
+        "duplicates_per_rank": {"seed": round(c.shared_kernel * max((p.work for p in c.paddings.values()), default=1))}
+        | {key: round(value) for key, value in asdict(c.duplicates).items()},
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import click
 
 from fse_convert.inspection import Inspection
-from fse_convert.model.describe import Description
+from fse_convert.model.description import Description
 from fse_convert.model.families import FAMILIES
 from fse_convert.model.moe import LayerKind
 from fse_convert.report.inspection.view import Footnotes, Section, cost_rows, gain_cost, headline, layer_rows, sections
