@@ -1,4 +1,4 @@
-"""Where the configs and the stored tensors contradict each other: widths, counts, formats, and experts that are missing.
+"""Contradictions between the configs and the stored tensors: widths, counts, formats, and experts that are missing.
 
 Headers are right; servers believe the config. What configs say against each other is found where they are read
 (`fse_convert.model.quantization`).

@@ -1,4 +1,4 @@
-"""How one projection is stored, read from its headers alone: FP8 with block scales, packed MXFP4, NVFP4, plain floats.
+"""The storage format of one projection, read from its headers alone: FP8 with block scales, packed MXFP4, NVFP4, plain floats.
 
 To add a storage format, add a row to `FACTS` and say in `read_format` how its headers look. A format says how each of its
 tensors tiles the logical ``[N, K]`` matrix, so that padding needs no case per format: a stored row stands for ``Tile.rows``
@@ -22,7 +22,7 @@ SCALES = ("scale", "weight_scale", "weight_scale_inv")
 SCALARS = ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
 """Per-tensor factors: one number per projection, which padding leaves alone."""
 E8M0_DTYPES = ("F8_E8M0", "U8")
-"""How UE8M0 scales are stored: under their own dtype, or as bytes (Quark, ModelOpt)."""
+"""Dtypes that UE8M0 scales are stored in: under their own dtype, or as bytes (Quark, ModelOpt)."""
 CEIL_BLOCKS = (16, 32, 64, 128, 256)
 """Block sizes considered when a scale's shape has a partial last block and the config names no block."""
 MXFP8_BLOCK = (1, 32)
@@ -31,7 +31,7 @@ SUPPORTED = "supported: FP8 (F8_E4M3), packed MXFP4 and NVFP4 (I8, U8), BF16, F1
 
 
 class NaN(str, Enum):
-    """Which codes of an element are NaN."""
+    """The elements that have NaN codes."""
 
     E4M3 = "e4m3"
     E8M0 = "e8m0"
@@ -62,7 +62,7 @@ PLAIN_WEIGHTS = {"BF16": Element(bytes(2), NaN.BF16), "F16": Element(bytes(2), N
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What holds for every projection of one storage format.
+    """The facts that hold for every projection of one storage format.
 
     ``label``: for people; empty where it depends on the dtypes. ``expert_dtype``: how DeepSeek's configs call it. ``weights``
     and ``scales``: the dtypes of each with the element that pads them, zero and one. ``packed``: elements per stored weight
@@ -108,7 +108,7 @@ WEIGHT_DTYPES = frozenset(dtype for facts in FACTS.values() for dtype in facts.w
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a stored tensor tiles ``[N, K]``: logical rows and columns per element, the element that pads it, its NaN codes.
+    """The way a stored tensor tiles ``[N, K]``: logical rows and columns per element, the element that pads it, its NaN codes.
 
     ``cols`` 0: one column whatever K is.
     """
@@ -150,7 +150,7 @@ class Format:
 
     @property
     def same_storage(self) -> tuple[object, ...]:
-        """What must agree between projections that one kernel reads alike; all but the shape."""
+        """The facts that must agree between projections that one kernel reads alike; all but the shape."""
         return (self.kind, self.weight_dtype, self.scale_dtype, self.block)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's configs say about quantisation, as one value, with every contradiction found on the way.
+"""The quantisation that a checkpoint's configs describe, as one value, with every contradiction between them.
 
 This is the one reading of them, and nothing here decides anything: storage formats come from the headers
 (`fse_convert.model.formats`), and what a server reads differently stands beside that server's rules (`fse_convert.servers`).
@@ -23,7 +23,7 @@ READ_BY = {
     "mxfp8": ("ignored_layers",),
     "compressed-tensors": ("ignore",),
 }
-"""Which of them servers read for a method, the first with entries (vLLM 0.33 fp8.py, quark.py, modelopt.py)."""
+"""Those of them that servers read for a method, the first with entries (vLLM 0.33 fp8.py, quark.py, modelopt.py)."""
 
 MODELOPT_METHODS = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "FP8_PB_WO": "modelopt"} | {
     "NVFP4": "modelopt_fp4",
@@ -31,7 +31,7 @@ MODELOPT_METHODS = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", 
     "MXFP8": "modelopt_mxfp8",
     "MIXED_PRECISION": "modelopt_mixed",
 }
-"""What a ``quant_algo`` of NVIDIA ModelOpt means as a method, for files that name no ``quant_method``."""
+"""Methods by ``quant_algo`` of NVIDIA ModelOpt, for files that name no ``quant_method``."""
 
 
 NOT_AN_OBJECT = "quantization-not-an-object"
@@ -41,7 +41,7 @@ FP8_METHODS = ("fp8", "deepseek_v4_fp8")
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the configs say about quantisation.
+    """The quantisation that the configs describe.
 
     ``source`` names where it stands: ``config.json``, ``config.json:text_config``, ``config.json:compression_config``,
     ``hf_quant_config.json``, or empty for an unquantised model. ``method`` is ``quant_method`` in lower case, None when
@@ -62,12 +62,12 @@ class Quantization:
 
     @property
     def malformed(self) -> bool:
-        """Whether config.json's ``quantization_config`` is something else than an object."""
+        """True where config.json's ``quantization_config`` is something else than an object."""
         return any(problem.code == NOT_AN_OBJECT and problem.where == "config.json" for problem in self.conflicts)
 
     @property
     def quantized(self) -> bool:
-        """Whether any config describes a quantisation."""
+        """True where any config describes a quantisation."""
         return bool(self.source)
 
     @property
@@ -146,14 +146,14 @@ def _method(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str | None:
 def _ignore(
     raw: Mapping[str, Any], inner: Mapping[str, Any], method: str | None
 ) -> tuple[tuple[str, ...], str | None, tuple[Problem, ...]]:
-    found = {key: value for key in IGNORE_KEYS for place in (inner, raw) if (value := place.get(key)) is not None}
+    written = {key: value for key in IGNORE_KEYS for place in (inner, raw) if (value := place.get(key)) is not None}
     keys = READ_BY.get(method or "", ("ignore", "exclude_modules") if (method or "").startswith("modelopt") else IGNORE_KEYS)
     problems = [
         Problem("ignore-not-a-list", f"{key} must be a list of module names, found {type(value).__name__}", where=key)
-        for key, value in found.items()
+        for key, value in written.items()
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value)
     ]
-    lists = {key: _names(value) for key, value in found.items()}
+    lists = {key: _names(value) for key, value in written.items()}
     key = next((k for k in keys if lists.get(k)), next((k for k in keys if k in lists), None))
     chosen = lists.get(key, ()) if key else ()
     for other, names in lists.items():

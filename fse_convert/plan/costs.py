@@ -70,7 +70,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """What SGLang would hold twice after loading, in bytes per rank, in decoder layers; which release does is in its target's row.
+    """Bytes per rank of decoder layers that a server holds twice after loading; `Target.held_twice` says which release does.
 
     ``sglang_scales``: routed scales. ``sglang_shared``: shared gate and up weights. ``sglang_loading``: routed scales as FP32,
     held while loading.

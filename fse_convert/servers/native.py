@@ -1,4 +1,4 @@
-"""The native rules: when DeepGEMM's MegaMoE kernel runs a layer's shared expert in the routed experts' launch.
+"""The native rules, by which DeepGEMM's MegaMoE kernel runs a layer's shared expert in the routed experts' launch.
 
 Rules: DeepGEMM 2.8.2 csrc/apis/mega_moe.hpp:88-92 and 204-227 (shapes, FP8 weight, int32 scales, shared width a
 multiple of the routed width); vLLM 0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py:214-245 and 338-386

@@ -1,4 +1,4 @@
-"""F32 scales of FP8 experts: which there are, and what follows from their values, once somebody has read them.
+"""The F32 scales of FP8 experts, and what follows from their values once they have been read.
 
 The kernel takes UE8M0 scales, so an F32 scale fits only if it is a power of two: rounding one changes every weight of its block.
 """

@@ -13,7 +13,7 @@ Reason = Problem
 
 
 class Outcome(str, Enum):
-    """What the server does with a layer's shared expert."""
+    """The fate of a layer's shared expert in a server."""
 
     FUSED = "fused"
     UNFUSED = "unfused"

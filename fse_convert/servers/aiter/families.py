@@ -1,4 +1,4 @@
-"""How vLLM's ROCm models name the modules that AITER shared-expert fusion asks about, as data.
+"""The module names of vLLM's ROCm models that AITER shared-expert fusion asks about, as data.
 
 One row per model class of vLLM 0.33; ``since`` is the first release whose class asks at all. The renames are what is
 left of the class's ``hf_to_vllm_mapper`` without stacked and dropped weights; of ``packed_modules_mapping`` only
@@ -29,7 +29,7 @@ _VL_PREFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class AiterFamily:
-    """One model class: where its MoE blocks are, and how it renames a config's modules.
+    """One model class: the places of its MoE blocks, and its renaming of a config's modules.
 
     ``block`` and ``mtp_block`` are prefixes of a MoE block, with ``{index}`` for a decoder layer's number, ``{k}`` for
     a drafter layer's own number and ``{next}`` for the number it has after the decoder layers. ``flat`` families read

@@ -1,4 +1,4 @@
-"""How vLLM matches module names against the lists of a quantisation config; every method has its own way.
+"""vLLM's matching of module names against the lists of a quantisation config; every method has its own way.
 
 Each function follows one function of vLLM 0.33 (0.29 to 0.32 are the same, except where the rules say otherwise).
 vLLM's patterns are of the `regex` module; those that Python's `re` does not compile raise `UnclearError`.
@@ -66,7 +66,7 @@ class Renames:
     suffixes: tuple[tuple[str, str], ...] = ()
 
     def __bool__(self) -> bool:
-        """True where there is any rule."""
+        """Tell whether there is any rule."""
         return bool(self.regexes or self.substrings or self.prefixes or self.suffixes)
 
     def apply(self, name: str) -> str:
@@ -102,11 +102,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise UnclearError(f"the pattern {pattern!r} is not understood: {error}") from None
 
 
-def starts_with_regex(pattern: str, name: str) -> bool:
-    """Tell whether a regular expression matches from the name's start; it need not reach its end."""
-    return _compiled(pattern).match(name) is not None
-
-
 def is_regex(pattern: str, name: str) -> bool:
     """Tell whether a regular expression matches the whole name."""
     return _compiled(pattern).fullmatch(name) is not None
@@ -123,8 +118,8 @@ def shards(name: str, packed: Packed) -> list[str] | None:
 def listed(name: str, patterns: Sequence[str], packed: Packed) -> bool:
     """Tell whether a list of exclusions covers a projection; raises ServerError where its shards disagree.
 
-    ``should_ignore_layer`` of quantization/quark/utils.py: an entry is ``re:`` and a regular expression, else the exact name;
-    the fused name comes first.
+    ``should_ignore_layer`` of quantization/quark/utils.py: an entry is ``re:`` and a regular expression, which need not reach the
+    name's end, else the exact name; the fused name comes first.
     """
     if _matches_any(name, patterns):
         return True
@@ -141,8 +136,8 @@ def listed(name: str, patterns: Sequence[str], packed: Packed) -> bool:
 
 
 def _matches_any(name: str, patterns: Sequence[str]) -> bool:
-    matched = [starts_with_regex(p[3:], name) if p.startswith("re:") else p == name for p in patterns]
-    return any(matched)  # every pattern is looked at, as one that is not understood leaves the answer open
+    matched = [bool(_compiled(p[3:]).match(name)) if p.startswith("re:") else p == name for p in patterns]
+    return any(matched)  # all are tried, since one that is not understood leaves the answer open
 
 
 def quark_layer_config(name: str, configs: Mapping[str, Any]) -> Any:

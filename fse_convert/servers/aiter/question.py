@@ -33,7 +33,7 @@ MEGA_MOE = (
     '--moe-backend aiter_mega_moe, --quantization-config.targets \'{"*shared_experts*": "mxfp4"}\', gfx950, TP 1, PP 1, '
     "DP with EP, --all2all-backend mori_*, no EPLB"
 )
-"""What 0.33 models/deepseek_v4/amd/model.py:552-582 asks for."""
+"""Flags and hardware that 0.33 models/deepseek_v4/amd/model.py:552-582 asks for."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,12 @@ def judge_mtp_layer(question: AiterQuestion, k: int) -> Verdict:
 
 def judge_block(question: AiterQuestion, block: str) -> Verdict:
     """Judge one MoE block by its prefix in the server's module tree, such as ``model.layers.3.mlp``."""
-    try:
-        refused = _mega_moe_refusal(question) if question.mega_moe else None
-    except VerdictError as error:
-        refused = error.verdict
+    refused = _mega_moe_refusal(question) if question.mega_moe else None
     return refused or judge(question, f"{block}.experts", f"{block}.{question.family.shared}")
 
 
 def _mega_moe_refusal(question: AiterQuestion) -> Verdict | None:
-    """Give what the model class asks beside the quantisation's rules (0.33 models/deepseek_v4/amd/model.py:552-590, 683-731)."""
+    """Apply what the model class asks beside the quantisation's rules (0.33 models/deepseek_v4/amd/model.py:552-590, 683-731)."""
     if not question.family.mega_moe:
         message = f"vLLM {question.release.name} has AITER MegaMoE for DeepSeek-V4 only, not for {question.family.name}"
         return because(Outcome.REFUSED, "model-unsupported", message)
@@ -172,7 +169,7 @@ def judge_model(layers: Iterable[Verdict]) -> Verdict:
 
 
 def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
-    """Give what the verdicts do not say: what vLLM's rules overlook, and where loading changes numbers."""
+    """Note what the verdicts do not say: what vLLM's rules overlook, and where loading changes numbers."""
     fused = [d for d, v in zip(layers, verdicts, strict=True) if v.fused and d.routed and d.shared]
     found = [*doubts(question)]
     if question.mega_moe:
@@ -193,7 +190,7 @@ def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts:
 
 
 def doubts(question: AiterQuestion) -> tuple[Reason, ...]:
-    """Give what vLLM's rules overlook in this checkpoint: a layer judged as fused may still fail or compute wrongly."""
+    """Note what vLLM's rules overlook in this checkpoint: a layer judged as fused may still fail or compute wrongly."""
     quant, release = question.quant, question.release
     found = []
     overlooked = quant.kind is VllmQuantKind.FP8 and quant.class_name == "DeepseekV4FP8Config"

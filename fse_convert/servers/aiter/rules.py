@@ -135,7 +135,7 @@ class AiterRules:
         """Name the weights of the routed experts of a Quark checkpoint; None where they are not quantised.
 
         ``get_quant_method_target`` of quantization/quark/quark.py for RoutedExperts, where one excluded expert excludes all. Of
-        the schemes only MXFP4 is told apart from others.
+        the schemes only MXFP4 is recognised; others are spelled out.
         """
         quark, exclude, configs = self.question.quant.quark, self._quark_exclude(), self._quark_configs()
         children = (entry for entry in exclude if not entry.startswith("re:"))
@@ -184,11 +184,11 @@ class AiterRules:
     def _deepseek_scheme(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """Return a module's Quark scheme as the DeepSeek rule looks it up: its name, else the first ``re:`` entry, else global."""
         configs = as_mapping(raw.get("layer_quant_config") or {}, "layer_quant_config")
-        found = configs.get(name)
-        if found is None:
+        scheme = configs.get(name)
+        if scheme is None:
             patterns = (key for key in configs if key.startswith("re:") and is_regex(key[3:], name))
-            found = configs.get(next(patterns, ""))
-        return as_mapping(found or raw.get("global_quant_config") or {}, "a Quark scheme")
+            scheme = configs.get(next(patterns, ""))
+        return as_mapping(scheme or raw.get("global_quant_config") or {}, "a Quark scheme")
 
     def _quark_exclude(self) -> Sequence[str]:
         """Return Quark's excluded modules as the server renames them."""

@@ -1,4 +1,4 @@
-"""Which quantisation object vLLM builds from a checkpoint's configs on ROCm, reduced to what decides fusion.
+"""The quantisation object that vLLM builds from a checkpoint's configs on ROCm, reduced to what decides fusion.
 
 Read in the wheels of vLLM 0.29 to 0.33; what differs between them are columns of `RELEASES`. Module names stay as the
 config spells them: a model's own renaming is applied where names are matched (`fse_convert.servers.aiter.rules`). For classes
@@ -236,13 +236,13 @@ def _modelopt_file_method(raw: Mapping[str, Any], release: VllmRelease) -> str |
 
 
 def _override(written: str, raw: Mapping[str, Any], model_type: str, release: VllmRelease) -> str | None:
-    """Return the method that some class claims instead of the written one, in vLLM's order of asking."""
+    """Return the method that some class takes instead of the written one, in vLLM's order of asking."""
     if written in ("gptq", "awq"):
         return f"auto_{written}"
     if written == "auto-round":
         return "inc"
-    if claimed := _modelopt_override(written, raw):
-        return claimed
+    if modelopt := _modelopt_override(written, raw):
+        return modelopt
     if written in ("mxfp4", "gpt_oss_mxfp4") and model_type == "gpt_oss":
         return "gpt_oss_mxfp4"
     types = DEEPSEEK_V41_TYPES if release.v41_class else DEEPSEEK_V4_TYPES
