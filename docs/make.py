@@ -18,8 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from fse_convert.model.formats import Kind
-from fse_convert.servers.judge import AITER_SOURCE, AITER_TARGETS, Question
+from fse_convert.model.formats import StorageKind
+from fse_convert.servers.aiter.question import AITER_TARGETS
+from fse_convert.servers.judge import Question
 from fse_convert.servers.slots import SLOT_TARGETS
 from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target, needed_contract
 from fse_convert.testing.checkpoints import make_checkpoint
@@ -94,7 +95,7 @@ def _servers() -> Iterator[str]:
                 needed_contract(t).name,
                 "yes" if t.fuses else "no",
                 ", ".join(sorted(t.model_types)) or "any",
-                t.needs,
+                t.started_with,
                 t.source,
             )
             for t in servers
@@ -137,15 +138,15 @@ def _pairings(pairings: Pairings) -> str:
 
 
 def _routed(pairings: Pairings) -> str:
-    return ", ".join(Kind(k).value for k in pairings)
+    return ", ".join(StorageKind(k).value for k in pairings)
 
 
 def _others() -> Iterator[str]:
-    yield f"## {Question.AITER.heading}\n\nOnly `inspect` asks this. Source: {AITER_SOURCE}\n"
-    yield from _table(("target", "release", "started with"), ((f"`{t.name}`", t.release.name, t.needs) for t in AITER_TARGETS))
+    yield f"## {Question.AITER.heading}\n\nOnly `inspect` asks this. Source: {AITER_TARGETS[0].source}\n"
+    yield from _table(("target", "release", "started with"), ((f"`{t.name}`", t.release, t.started_with) for t in AITER_TARGETS))
     yield f"## {Question.SLOTS.heading}\n\nOnly `inspect` asks this.\n"
     head = ("target", "server", "started with", "source")
-    rows = ((f"`{t.name}`", f"{t.engine} {t.release}", t.needs, t.source) for t in SLOT_TARGETS)
+    rows = ((f"`{t.name}`", f"{t.engine} {t.release}", t.started_with, t.source) for t in SLOT_TARGETS)
     yield from _table(head, rows)
 
 

@@ -12,14 +12,15 @@ from pathlib import Path
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.reader import Checkpoint, Reading, read_checkpoint
 from fse_convert.errors import ExitCode, Problem, folded
-from fse_convert.model.consistency import header_conflicts
-from fse_convert.model.describe import LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, kernel_tensors
+from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.describe import kernel_tensors
+from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.plan import Options
 from fse_convert.plan.planner import needed_width, planner
 from fse_convert.plan.source import Source, describe_source, read_scales
-from fse_convert.servers.judge import Answer, Subject, judge, subject
+from fse_convert.servers.judge import Answer, Subject, judge
 from fse_convert.servers.scales import UNREAD, Scales
 from fse_convert.servers.targets import CONTRACTS, find_target
 
@@ -76,14 +77,13 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     reading = read_checkpoint(folder)
     checkpoint = reading.checkpoint
     source = describe_source(checkpoint)
-    description = source.description
-    scales = _scales(reading, source, thorough=thorough)
-    about = subject(checkpoint.config, checkpoint.quant_config, description, scales)
+    source = replace(source, scales=_scales(reading, source, thorough=thorough))
+    description, about = source.description, source.subject
     answers = judge(about)
-    plans = (lambda _: None) if reading.problems else planner(replace(source, scales=scales))
+    plans = (lambda _: None) if reading.problems else planner(source)
     widths = contract_widths(description, serving.tp)
     problems = _layer_problems(reading, description)
-    conflicts = (*description.conflicts, *about.quantization.conflicts, *header_conflicts(about.quantization, description))
+    conflicts = (*description.conflicts, *source.quantization.conflicts)
     return Inspection(
         checkpoint,
         about,

@@ -85,15 +85,14 @@ def convert(
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import conversion_record, dump, plan_record
-    from fse_convert.servers.judge import target_named
-    from fse_convert.servers.targets import TARGETS
+    from fse_convert.servers.targets import TARGETS, find_or_suggest
 
     if ray == "":
         raise UsageError(Problem("ray-address", "no address", "--ray", "auto, or HOST:PORT"))
     if part and (ray is not None or restart):
         other, hint = ("--ray", "leave one of them out") if ray is not None else ("--restart", "start anew without --part")
         raise UsageError(Problem("parts-alone", f"--part and {other} exclude each other", "--part", hint))
-    options = Options(target=target_named(target, TARGETS), experts=Experts(experts), tp=tp, allow_unfused=allow_unfused)
+    options = Options(target=find_or_suggest(target, TARGETS), experts=Experts(experts), tp=tp, allow_unfused=allow_unfused)
     request = Request(
         source=checkpoint,
         out=out,

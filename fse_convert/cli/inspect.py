@@ -51,9 +51,10 @@ def inspect(
     from fse_convert.errors import environment
     from fse_convert.plan.costs import Serving
     from fse_convert.report.inspection.view import View, complaints
-    from fse_convert.servers.judge import ALL_TARGETS, target_named
+    from fse_convert.servers.judge import ALL_TARGETS
+    from fse_convert.servers.targets import find_or_suggest
 
-    names = frozenset(target_named(name, ALL_TARGETS).name for name in (*target, *require))
+    names = frozenset(find_or_suggest(name, ALL_TARGETS).name for name in (*target, *require))
     if html:
         from fse_convert.report.inspection.pages import check_page
 

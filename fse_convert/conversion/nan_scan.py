@@ -1,4 +1,4 @@
-"""NaN codes in shards that are carried over: where a byte of an expert's FP8 weight or E8M0 scale would be a NaN.
+"""Where in a shard that is carried over a byte would be a NaN: FP8 weights and E8M0 scales of experts.
 
 What is rewritten is scanned on the way. What is carried over is read back once for its digest anyway.
 """
@@ -11,17 +11,15 @@ from typing import NoReturn
 
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
-from fse_convert.model.describe import Description
-from fse_convert.model.formats import NaN
+from fse_convert.model.description import Description
+from fse_convert.model.formats import NAN_BYTES
 from fse_convert.output.digests import Scan
 
-CODES: Mapping[NaN, tuple[int, ...]] = {NaN.E4M3: (0x7F, 0xFF), NaN.E8M0: (0xFF,)}
-"""NaN codes of the formats whose elements are single bytes."""
 DAMAGED = "the checkpoint is damaged: compare its checksum"
 
 
 def expert_codes(description: Description) -> dict[str, tuple[int, ...]]:
-    """Return the NaN codes of every expert tensor of one-byte elements, by name."""
+    """The NaN codes of every expert tensor of one-byte elements, by name."""
     found: dict[str, tuple[int, ...]] = {}
     for layer in description.layers:
         for group in (layer.routed, layer.shared):
@@ -30,13 +28,13 @@ def expert_codes(description: Description) -> dict[str, tuple[int, ...]]:
                     tiles = group.formats[role].tiles if group else {}
                     for suffix, info in projection.parts.items():
                         tile = tiles[suffix]
-                        if tile and tile.nan and tile.nan in CODES:
-                            found[info.name] = CODES[tile.nan]
+                        if tile and tile.nan and tile.nan in NAN_BYTES:
+                            found[info.name] = NAN_BYTES[tile.nan]
     return found
 
 
 def scans(shard: Shard, codes: Mapping[str, tuple[int, ...]]) -> tuple[Scan, ...]:
-    """List what to look for in a shard that is carried over, in file order; neighbours of one format make one range."""
+    """What to look for in a shard that is carried over, in file order; neighbours of one format make one range."""
     refuse = partial(_refuse, shard)
     found: list[Scan] = []
     for t in shard.header.tensors:

@@ -1,1 +1,1 @@
-"""What a checkpoint is: families, formats, quantisation, layers and experts, read once."""
+"""The checkpoint as a model: families, formats, quantisation, layers and experts, read once."""

@@ -1,60 +1,139 @@
-"""Where config.json's quantisation and the stored tensors contradict each other. Headers are right; servers believe the config."""
+"""Contradictions between the configs and the stored tensors: widths, counts, formats, and experts that are missing.
+
+Headers are right; servers believe the config. What configs say against each other is found where they are read
+(`fse_convert.model.quantization`).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
-from fse_convert.errors import Problem
-from fse_convert.model.describe import METHOD_CONFLICT, Description, ExpertGroup
-from fse_convert.model.formats import Kind
-from fse_convert.model.quantization import Quantization
+from fse_convert.errors import Problem, some
+from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.families import Family
+from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
+from fse_convert.model.moe import LayerKind, MoELayer, Role
+from fse_convert.model.quantization import FP8_METHODS, Quantization
 
+LOAD_CONFLICTS = frozenset({
+    "config-width", "config-block", "config-hidden", "config-experts", "config-expert-dtype", "quantization-method",
+})  # fmt: skip
+"""Codes of conflicts by which a server that believes the config would not load the tensors."""
 OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "eetq", "gguf")
 """Methods that store weights as codes of their own: none of them reads FP8 blocks, MXFP4 or NVFP4."""
-WHOLE_MODEL = ("fp8", "deepseek_v4_fp8", "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8")
+WHOLE_MODEL = (*FP8_METHODS, "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8")
 """Methods that quantise every linear layer but those they list; others (compressed-tensors) list what they quantise."""
+INCOMPLETE = "is the checkpoint complete?"
 
 
-def header_conflicts(quantization: Quantization, description: Description) -> tuple[Problem, ...]:
-    """Compare what the configs say about experts with how they are stored."""
-    return tuple(_conflicts(quantization, description))
+def conflicts(
+    family: Family, config: Mapping[str, Any], quantization: Quantization, layers: Sequence[LayerDescription], n_shared: int
+) -> Iterator[Problem]:
+    """Compare what the configs say with what the headers hold."""
+    yield from _number_conflicts(family, config, layers, n_shared)
+    yield from _expert_dtype_conflicts(quantization, layers)
+    yield from _block_conflicts(quantization, layers)
+    yield from _method_conflicts(quantization, layers)
 
 
-def _conflicts(quantization: Quantization, description: Description) -> Iterator[Problem]:
-    routed = [(f"{d.layer.name}.experts", d.routed) for d in description.layers if d.routed]
-    shared = [(d.layer.shared.name, d.shared) for d in description.layers if d.shared and d.layer.shared]
-    stored = sorted({group.label for _, group in routed + shared if not _plain(group)})
+def _number_conflicts(
+    family: Family, config: Mapping[str, Any], layers: Sequence[LayerDescription], n_shared: int
+) -> Iterator[Problem]:
+    decoder = [d for d in layers if d.layer.kind is LayerKind.DECODER]
+    shared_width = _common(d.shared.width for d in layers if d.shared)
+    # Where only some layers have another number of experts, that is a gap.
+    count = _common(len(d.layer.routed) for d in decoder if d.layer.routed)
+    shown = (
+        ("config-conflict", family.mtp_key, len(layers) - len(decoder) or None, "MTP layers"),
+        ("config-width", family.width_key, _common(d.routed.width for d in layers if d.routed), "as the width of a routed expert"),
+        ("config-experts", family.n_routed_key, count, "routed experts per decoder layer"),
+        (
+            "config-hidden",
+            "hidden_size",
+            _common(d.shared.hidden for d in layers if d.shared),
+            "as the input of the shared experts",
+        ),
+        ("config-width", family.shared_width_key, shared_width, "as the width of the shared expert"),
+    )
+    for code, key, actual, what in shown:
+        written = family.number(config, key)
+        if written is not None and actual is not None and written != actual:
+            yield Problem(code, f"{key} is {written}, the tensors show {actual} {what}", "config.json")
+    routed = family.number(config, family.width_key)
+    if family.shared_width_key is None and routed and shared_width is not None and shared_width != routed * n_shared:
+        message = f"{family.width_key} x {n_shared} shared is {routed * n_shared}, the shared experts are {shared_width} wide"
+        yield Problem("config-width", message, "config.json")
+
+
+def _common(values: Iterable[int]) -> int | None:
+    """Return the one value that all have; None where they differ or there is none."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def _expert_dtype_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
+    written = quantization.expert_dtype
+    kinds = {d.routed.formats[Role.GATE].kind for d in layers if d.routed and d.layer.kind is LayerKind.DECODER}
+    known = {kind.facts.expert_dtype for kind in StorageKind} - {None}
+    if written in known and any(kind.facts.expert_dtype != written for kind in kinds):
+        stored = ", ".join(sorted(kind.value for kind in kinds))
+        message = f"expert_dtype is {written!r}, the routed experts are stored as {stored}"
+        yield Problem("config-expert-dtype", message, "config.json")
+
+
+def _block_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
+    """Compare ``weight_block_size`` with the FP8 blocks that the scales show."""
+    block = quantization.fp8_block
+    if block is None:
+        return
+    fp8 = (f for d in layers for g in d.groups for f in g.formats.values() if f.kind.facts.expert_dtype == "fp8")
+    for label in sorted({f.label for f in fp8 if f.block not in (block, MXFP8_BLOCK)}):
+        message = f"weight_block_size is {list(block)}, experts are stored as {label}"
+        yield Problem("config-block", message, "config.json", "servers believe the config and would not load these scales")
+
+
+def _method_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
+    routed = [(f"{d.layer.name}.experts", d.routed) for d in layers if d.routed]
+    shared = [(d.layer.shared.name, d.shared) for d in layers if d.shared and d.layer.shared]
+    quantised = sorted({group.label for _, group in routed + shared if not _plain(group)})
     if not quantization.quantized:
-        if stored:
-            message = f"no quantization_config, but experts are stored as {', '.join(stored)}"
+        if quantised:
+            message = f"no quantization_config, but experts are stored as {', '.join(quantised)}"
             yield Problem("quantization-missing", message, "config.json", "servers would load the model as unquantised")
         return
-    if quantization.method in OTHER_CODES and stored:
-        message = f"says {quantization.method}, but experts are stored as {', '.join(stored)}"
-        yield Problem(METHOD_CONFLICT, f"{quantization.source} {message}", "config.json", "servers would not load them")
-    if quantization.method not in WHOLE_MODEL:
-        return
-    for what, groups in (("routed experts", routed), ("shared experts", shared)):
-        stale = [name for name, group in groups if _plain(group) and not covered(quantization.ignore, name)]
-        if stale:
-            label = next(group.label for name, group in groups if name == stale[0])
-            message = f"says {quantization.method}, but {what} are stored as {label} in {len(stale)} layers and are not excluded"
-            yield Problem("quantization-stale", f"{quantization.source} {message}", stale[0], "servers would ask for scales")
-        if quantization.method in ("fp8", "deepseek_v4_fp8") and quantization.moe_quant_algo is None:
-            kept = [name for name, group in groups if not _plain(group) and covered(quantization.ignore, name)]
-            if kept:
-                message = f"{quantization.ignore_key} excludes {what} of {len(kept)} layers, which are stored quantised"
-                yield Problem("quantization-excluded", message, kept[0], "servers would load them as unquantised")
+    if quantization.method in OTHER_CODES and quantised:
+        message = f"{quantization.source} says {quantization.method}, but experts are stored as {', '.join(quantised)}"
+        yield Problem("quantization-method", message, "config.json", "servers would not load them")
+    if quantization.method in WHOLE_MODEL:
+        yield from _exclusion_conflicts(quantization, "routed experts", routed)
+        yield from _exclusion_conflicts(quantization, "shared experts", shared)
+
+
+def _exclusion_conflicts(quantization: Quantization, what: str, groups: Sequence[tuple[str, ExpertGroup]]) -> Iterator[Problem]:
+    """Compare which modules a method leaves out with which are stored unquantised."""
+    stale = [(name, group) for name, group in groups if _plain(group) and not covered(quantization.ignore, name)]
+    if stale:
+        where, group = stale[0]
+        stored = f"{what} are stored as {group.label} in {len(stale)} layers and are not excluded"
+        message = f"{quantization.source} says {quantization.method}, but {stored}"
+        yield Problem("quantization-stale", message, where, "servers would ask for scales")
+    if quantization.method in FP8_METHODS and quantization.moe_quant_algo is None:
+        kept = [name for name, group in groups if not _plain(group) and covered(quantization.ignore, name)]
+        if kept:
+            message = f"{quantization.ignore_key} excludes {what} of {len(kept)} layers, which are stored quantised"
+            yield Problem("quantization-excluded", message, kept[0], "servers would load them as unquantised")
 
 
 def _plain(group: ExpertGroup) -> bool:
-    return all(f.kind is Kind.PLAIN for f in group.formats.values())
+    return all(f.kind is StorageKind.PLAIN for f in group.formats.values())
 
 
 def covered(entries: Sequence[str], name: str) -> bool:
-    """Whether some entry of an exclusion list may mean a module: by name, prefix, shell pattern or ``re:`` expression.
+    """Tell whether some entry of an exclusion list may mean a module: by name, prefix, shell pattern or ``re:`` expression.
 
     Wider than any one server's matching, so that nothing is called stale which some server would exclude.
     """
@@ -71,3 +150,78 @@ def _means(entry: str, names: Iterable[str]) -> bool:
         return any(pattern.search(n) for n in names)
     bare = entry.strip("*").strip(".")
     return any(fnmatchcase(n, entry) or f".{bare}." in f".{n}." for n in names) if bare else bool(entry)
+
+
+def gaps(family: Family, config: Mapping[str, Any], layers: Sequence[MoELayer]) -> Iterator[Problem]:
+    """Find MoE layers that are missing, and layers that have another number of routed experts than they should.
+
+    A gap *inside* of a layer's experts shows by itself; a lost last expert or a lost layer (a lost shard, an interrupted save)
+    shows only beside the other layers and the config. The config is believed where the tensors bear it out somewhere, never
+    against all of them.
+    """
+    decoder = [m for m in layers if m.kind is LayerKind.DECODER]
+    missing = sorted(expected_layers(family, config, decoder) - {m.index for m in decoder})
+    if missing:
+        which = f"{some(map(str, missing))} ({len(missing)} of {len(missing) + len(decoder)})"
+        message = f"no experts in decoder layers {which}, which the config says have some"
+        yield Problem("layers-missing", message, "config.json", INCOMPLETE)
+    yield from _count_gaps(decoder, family.value(config, family.routed_per_layer_key), family.number(config, family.n_routed_key))
+    mtp = [m for m in layers if m.kind is LayerKind.MTP]
+    yield from _count_gaps(mtp, None, family.number(config, family.mtp_routed_key) or None, trusted=True)
+
+
+def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence[MoELayer]) -> set[int]:
+    """Return the numbers of the decoder layers that have experts by the config; empty where it does not say.
+
+    Where the key of the first such layer is left out, the first one that is there counts as the first.
+    """
+    rule, count = family.sparse, family.number(config, "num_hidden_layers")
+    types = family.value(config, "mlp_layer_types")
+    if not decoder or count is None:
+        return set()
+    if isinstance(types, list) and len(types) >= count:
+        return {i for i in range(count) if types[i] != "dense"}
+    if rule is None:
+        return set()
+    step = family.value(config, rule.step)
+    if isinstance(step, list):
+        return {i for i in range(min(count, len(step))) if step[i]}
+    if step is not None and (type(step) is not int or step < 1):
+        return set()
+    first = family.number(config, rule.first) if rule.first else 0
+    last = family.number(config, rule.last)
+    dense = family.value(config, rule.dense)
+    start = min(m.index for m in decoder) if first is None else first
+    end = count if last is None or last < 0 else min(last + 1, count)
+    kept = set(dense) if isinstance(dense, list) else set()
+    return {i for i in range(start, end) if (i + rule.ahead) % (step or 1) == 0 and i not in kept}
+
+
+def _count_gaps(layers: Sequence[MoELayer], per_layer: object, written: int | None, *, trusted: bool = False) -> Iterator[Problem]:
+    """Compare each layer's number of routed experts with what the config says of it, else with what most layers have.
+
+    ``per_layer``: the config's list of numbers, if it has one. ``written``: its one number, believed only where some layer has
+    it, or where it is ``trusted``. Layers with a gap between their experts are left out: that is a problem of its own.
+    """
+    whole = [m for m in layers if not m.stacked and _contiguous(m)]
+    counts = Counter(len(m.routed) for m in whole)
+    if not counts:
+        return
+    usual = written if written is not None and (trusted or written in counts) else counts.most_common(1)[0][0]
+    odd = [(m, wanted) for m in whole if (wanted := _at(per_layer, m.index, usual)) != len(m.routed)]
+    if odd:
+        first, wanted = odd[0]
+        where = f"{len(first.routed)} routed experts in {some(m.name for m, _ in odd)}, expected {wanted}"
+        kind = "MTP" if first.kind is LayerKind.MTP else "decoder"
+        message = f"{len(odd)} of {len(whole)} {kind} layers have another number of routed experts: {where}"
+        yield Problem("experts-missing", message, first.name, INCOMPLETE)
+
+
+def _at(values: object, index: int, otherwise: int) -> int:
+    if isinstance(values, list) and index < len(values) and type(values[index]) is int:
+        return int(values[index])
+    return otherwise
+
+
+def _contiguous(layer: MoELayer) -> bool:
+    return not layer.routed or layer.routed[-1].name.endswith(f".{len(layer.routed) - 1}")

@@ -23,7 +23,7 @@ SPARSE = "block_sparse_moe"
 
 @dataclass(frozen=True)
 class Sparse:
-    """Which decoder layers have experts, by the keys that say so; None: the family has no such key.
+    """The keys that say which decoder layers have experts; None: the family has no such key.
 
     Layer i has some from ``first`` to ``last`` if ``i + ahead`` is a multiple of ``step``, unless ``dense`` lists it. ``step`` may
     also hold a flag per layer. A list ``mlp_layer_types``, as transformers 5 writes it, decides before all of them.
@@ -98,15 +98,15 @@ class Family:
         return ""
 
     def value(self, config: Mapping[str, Any], key: str | None) -> object:
-        """Read a key from the section that holds the widths, else from the top level; None when absent."""
-        name = self.section(config)
-        for place in (config.get(name, {}) if name else config, config):
+        """Read a key from the section that holds the widths, else from any other section; None when absent."""
+        for name in (self.section(config), "", *self.sections):
+            place = config.get(name) if name else config
             if key and isinstance(place, Mapping) and place.get(key) is not None:
                 return place[key]
         return None
 
     def number(self, config: Mapping[str, Any], key: str | None) -> int | None:
-        """Read an integer key as `value` does; a list of equal integers counts as one; None when absent or no integer."""
+        """Read an integer key as `value` does; a list of equal integers counts as one; None when absent or not an integer."""
         value = self.value(config, key)
         if isinstance(value, list) and value and all(v == value[0] for v in value):
             value = value[0]

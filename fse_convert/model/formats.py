@@ -1,19 +1,20 @@
-"""How one projection is stored, read from its headers alone: FP8 with block scales, packed MXFP4, NVFP4, plain floats.
+"""The storage format of one projection, read from its headers alone: FP8 with block scales, packed MXFP4, NVFP4, plain floats.
 
-A format says how each of its tensors tiles the logical ``[N, K]`` matrix, so that padding needs no case per format: a
-stored row stands for ``Tile.rows`` logical rows, a stored column for ``Tile.cols`` logical columns, and new elements
-are ``Tile.fill``.
+To add a storage format, add a row to `FACTS` and say in `read_format` how its headers look. A format says how each of its
+tensors tiles the logical ``[N, K]`` matrix, so that padding needs no case per format: a stored row stands for ``Tile.rows``
+logical rows, a stored column for ``Tile.cols`` logical columns, and new elements are ``Tile.fill``.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
 from fse_convert.checkpoint.header import TensorInfo
+from fse_convert.errors import Problem
 from fse_convert.layout.sizes import ceil_div
 
 WEIGHTS = ("weight", "weight_packed")
@@ -21,14 +22,62 @@ SCALES = ("scale", "weight_scale", "weight_scale_inv")
 SCALARS = ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
 """Per-tensor factors: one number per projection, which padding leaves alone."""
 E8M0_DTYPES = ("F8_E8M0", "U8")
-"""How UE8M0 scales are stored: under their own dtype, or as bytes (Quark, ModelOpt)."""
-MXFP4_GROUP = 32
-NVFP4_GROUP = 16
+"""Dtypes that UE8M0 scales are stored in: under their own dtype, or as bytes (Quark, ModelOpt)."""
 CEIL_BLOCKS = (16, 32, 64, 128, 256)
 """Block sizes considered when a scale's shape has a partial last block and the config names no block."""
+MXFP8_BLOCK = (1, 32)
+"""The block of FP8 weights that OCP calls MXFP8; it comes beside FP8 of any other block."""
+SUPPORTED = "supported: FP8 (F8_E4M3), packed MXFP4 and NVFP4 (I8, U8), BF16, F16, F32"
 
 
-class Kind(str, Enum):
+class NaN(str, Enum):
+    """The elements that have NaN codes."""
+
+    E4M3 = "e4m3"
+    E8M0 = "e8m0"
+    BF16 = "bf16"
+    F16 = "f16"
+    F32 = "f32"
+
+
+NAN_BYTES: Mapping[NaN, tuple[int, ...]] = {NaN.E4M3: (0x7F, 0xFF), NaN.E8M0: (0xFF,)}
+"""NaN codes of the elements that are single bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """The element that pads a tensor (bytes), and the NaN codes of the tensor's elements."""
+
+    fill: bytes
+    nan: NaN | None
+
+
+E8M0_ONE = Element(b"\x7f", NaN.E8M0)
+E8M0_SCALES = dict.fromkeys(E8M0_DTYPES, E8M0_ONE)
+FP8_SCALES = {**E8M0_SCALES, "F32": Element(struct.pack("<f", 1.0), NaN.F32), "BF16": Element(b"\x80\x3f", NaN.BF16)}
+FP4_WEIGHTS = dict.fromkeys(("I8", "U8"), Element(b"\0", None))
+FP8_WEIGHTS = {"F8_E4M3": Element(b"\0", NaN.E4M3)}
+PLAIN_WEIGHTS = {"BF16": Element(bytes(2), NaN.BF16), "F16": Element(bytes(2), NaN.F16), "F32": Element(bytes(4), NaN.F32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts that hold for every projection of one storage format.
+
+    ``label``: for people; empty where it depends on the dtypes. ``expert_dtype``: how DeepSeek's configs call it. ``weights``
+    and ``scales``: the dtypes of each with the element that pads them, zero and one. ``packed``: elements per stored weight
+    element. ``group``: columns per scale, where the format itself fixes it.
+    """
+
+    weights: Mapping[str, Element]
+    label: str = ""
+    expert_dtype: str | None = None
+    scales: Mapping[str, Element] = field(default_factory=dict)
+    packed: int = 1
+    group: int | None = None
+
+
+class StorageKind(str, Enum):
     """Storage formats that the converter understands."""
 
     FP8_BLOCK = "fp8-block"
@@ -38,20 +87,28 @@ class Kind(str, Enum):
     NVFP4 = "nvfp4"
     PLAIN = "plain"
 
+    @property
+    def facts(self) -> Facts:
+        """The format's row."""
+        return FACTS[self]
 
-class NaN(str, Enum):
-    """Which codes of an element are NaN."""
 
-    E4M3 = "e4m3"
-    E8M0 = "e8m0"
-    BF16 = "bf16"
-    F16 = "f16"
-    F32 = "f32"
+FACTS: Mapping[StorageKind, Facts] = {
+    StorageKind.FP8_BLOCK: Facts(FP8_WEIGHTS, expert_dtype="fp8", scales=FP8_SCALES),
+    StorageKind.FP8_CHANNEL: Facts(FP8_WEIGHTS, "FP8 per channel", expert_dtype="fp8", scales=FP8_SCALES),
+    StorageKind.FP8_TENSOR: Facts(FP8_WEIGHTS, "FP8 per tensor", expert_dtype="fp8"),
+    StorageKind.MXFP4: Facts(FP4_WEIGHTS, "MXFP4", expert_dtype="fp4", scales=E8M0_SCALES, packed=2, group=32),
+    StorageKind.NVFP4: Facts(
+        FP4_WEIGHTS, "NVFP4", expert_dtype="fp4", scales={"F8_E4M3": Element(b"\x38", NaN.E4M3)}, packed=2, group=16
+    ),
+    StorageKind.PLAIN: Facts(PLAIN_WEIGHTS),
+}
+WEIGHT_DTYPES = frozenset(dtype for facts in FACTS.values() for dtype in facts.weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a stored tensor tiles ``[N, K]``: logical rows and columns per element, the element that pads it (bytes), its NaN codes.
+    """The way a stored tensor tiles ``[N, K]``: logical rows and columns per element, the element that pads it, its NaN codes.
 
     ``cols`` 0: one column whatever K is.
     """
@@ -70,7 +127,7 @@ class Format:
     tensor (None: a scalar).
     """
 
-    kind: Kind
+    kind: StorageKind
     shape: tuple[int, int]
     weight: str
     weight_dtype: str
@@ -82,42 +139,27 @@ class Format:
     @property
     def label(self) -> str:
         """A few words for people, such as ``FP8 32x32 E8M0``."""
-        if self.kind is Kind.PLAIN:
+        if self.kind.facts.label:
+            return self.kind.facts.label
+        if self.block is None:
             return self.weight_dtype
-        if self.kind is Kind.FP8_BLOCK and self.block:
-            scale = {"F8_E8M0": "E8M0", "U8": "E8M0 (U8)"}.get(self.scale_dtype or "", self.scale_dtype)
-            if self.block == (1, MXFP4_GROUP) and self.scale_dtype in E8M0_DTYPES:
-                return "MXFP8" if self.scale_dtype == "F8_E8M0" else "MXFP8 (U8 scales)"
-            return f"FP8 {self.block[0]}x{self.block[1]} {scale}"
-        return {
-            Kind.MXFP4: "MXFP4",
-            Kind.NVFP4: "NVFP4",
-            Kind.FP8_CHANNEL: "FP8 per channel",
-            Kind.FP8_TENSOR: "FP8 per tensor",
-        }[self.kind]
+        if self.block == MXFP8_BLOCK and self.scale_dtype in E8M0_DTYPES:
+            return "MXFP8" if self.scale_dtype == "F8_E8M0" else "MXFP8 (U8 scales)"
+        scale = {"F8_E8M0": "E8M0", "U8": "E8M0 (U8)"}.get(self.scale_dtype or "", self.scale_dtype)
+        return f"FP8 {self.block[0]}x{self.block[1]} {scale}"
 
     @property
     def same_storage(self) -> tuple[object, ...]:
-        """What must agree between projections that one kernel reads alike; all but the shape."""
+        """The facts that must agree between projections that one kernel reads alike; all but the shape."""
         return (self.kind, self.weight_dtype, self.scale_dtype, self.block)
 
 
 class FormatError(Exception):
-    """A projection's headers make no format that is understood: a stable code, the suffix at fault, a message and a hint."""
+    """A projection's headers make no format that is understood; the problem's ``where`` is the suffix at fault."""
 
     def __init__(self, code: str, suffix: str, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.code, self.suffix, self.message, self.hint = code, suffix, message, hint
-
-
-PLAIN_NAN = {"BF16": NaN.BF16, "F16": NaN.F16, "F32": NaN.F32}
-SCALE_FILL = {
-    "F8_E8M0": (b"\x7f", NaN.E8M0),
-    "U8": (b"\x7f", NaN.E8M0),
-    "F32": (struct.pack("<f", 1.0), NaN.F32),
-    "BF16": (b"\x80\x3f", NaN.BF16),
-}
-"""The code of 1.0 in each dtype that scales come in, and its NaN codes."""
+        self.problem = Problem(code, message, suffix, hint)
 
 
 def read_format(parts: Mapping[str, TensorInfo], block_hint: tuple[int, int] | None = None) -> Format:
@@ -127,96 +169,97 @@ def read_format(parts: Mapping[str, TensorInfo], block_hint: tuple[int, int] | N
     Raises FormatError naming the suffix at fault. Shapes: domain facts of the DeepSeek, Quark, ModelOpt and
     compressed-tensors releases.
     """
-    weight = _one(parts, WEIGHTS, "weight")
-    scale = _one(parts, SCALES, "scale", required=False)
-    info = parts[weight]
-    if info.dtype not in ("F8_E4M3", "I8", "U8", *PLAIN_NAN):
-        raise FormatError("dtype-unsupported", weight, f"weights of dtype {info.dtype} are not supported", SUPPORTED)
-    if len(info.shape) != 2 or 0 in info.shape:
+    weight, scale = _weight(parts), _one(parts, SCALES)
+    dtype, shape = parts[weight].dtype, parts[weight].shape
+    if dtype not in WEIGHT_DTYPES:
+        raise FormatError("dtype-unsupported", weight, f"weights of dtype {dtype} are not supported", SUPPORTED)
+    if len(shape) != 2 or 0 in shape:
         raise FormatError(
-            "weight-shape",
-            weight,
-            f"expected a matrix, found shape {list(info.shape)}",
-            "fused 3-D experts are not supported",
+            "weight-shape", weight, f"expected a matrix, found shape {list(shape)}", "fused 3-D experts are not supported"
         )
-    scalars = _scalars(parts, weight, scale, info.dtype)
-    if info.dtype in PLAIN_NAN:
-        return _plain(info, weight, scale, scalars)
-    if scale is None:
-        raise FormatError("scale-missing", weight, f"{info.dtype} weight without a scale", "is the checkpoint complete?")
-    if info.dtype == "F8_E4M3":
-        return _fp8(info, weight, scale, parts[scale], scalars, block_hint)
-    return _fp4(info, weight, scale, parts[scale], scalars)
-
-
-SUPPORTED = "supported: FP8 (F8_E4M3), packed MXFP4 and NVFP4 (I8, U8), BF16, F16, F32"
-
-
-def _one(parts: Mapping[str, TensorInfo], names: tuple[str, ...], what: str, *, required: bool = True) -> str:
-    found = [n for n in names if n in parts]
-    if len(found) > 1:
-        raise FormatError("part-ambiguous", found[1], f"both {found[0]} and {found[1]} are there", "a projection has one of them")
-    if not found and required:
-        if set(parts) <= {*WEIGHTS, *SCALES, *SCALARS}:
-            raise FormatError(f"{what}-missing", names[0], f"no {what} tensor", "is the checkpoint complete?")
-        raise FormatError("format-unknown", min(parts), f"stored as {', '.join(sorted(parts))}: not understood", SUPPORTED)
-    return found[0] if found else None  # type: ignore[return-value]
-
-
-def _scalars(parts: Mapping[str, TensorInfo], weight: str, scale: str | None, dtype: str) -> dict[str, Tile | None]:
-    for suffix, info in parts.items():
-        if suffix in (weight, scale):
-            continue
-        if suffix not in SCALARS or info.shape not in ((), (1,)):
-            hint = "Ascend int8 and integer formats are not supported" if dtype in ("I8", "U8") else ""
+    _check_scalars(parts, weight, scale)
+    if dtype in PLAIN_WEIGHTS:
+        if scale is not None:
             raise FormatError(
-                "part-unknown",
-                suffix,
-                f"{info.dtype} {list(info.shape)} beside a {dtype} weight is not understood",
-                hint,
+                "scale-unexpected", scale, f"a scale beside {dtype} weights", "was the checkpoint dequantised in part?"
             )
-    return {s: None for s in parts if s not in (weight, scale)}
+        return _format(StorageKind.PLAIN, parts, weight)
+    if scale is None:
+        raise FormatError("scale-missing", weight, f"{dtype} weight without a scale", "is the checkpoint complete?")
+    if dtype in FP8_WEIGHTS:
+        return _fp8(parts, weight, scale, block_hint)
+    return _fp4(parts, weight, scale)
 
 
-def _plain(info: TensorInfo, weight: str, scale: str | None, scalars: dict[str, Tile | None]) -> Format:
-    if scale is not None:
-        raise FormatError(
-            "scale-unexpected", scale, f"a scale beside {info.dtype} weights", "was the checkpoint dequantised in part?"
-        )
-    fill = bytes(2 if info.dtype != "F32" else 4)
-    tiles: dict[str, Tile | None] = {weight: Tile(1, 1, fill, PLAIN_NAN[info.dtype]), **scalars}
-    return Format(Kind.PLAIN, _matrix(info), weight, info.dtype, None, None, None, tiles)
+def _weight(parts: Mapping[str, TensorInfo]) -> str:
+    weight = _one(parts, WEIGHTS)
+    if weight is not None:
+        return weight
+    if set(parts) <= {*WEIGHTS, *SCALES, *SCALARS}:
+        raise FormatError("weight-missing", WEIGHTS[0], "no weight tensor", "is the checkpoint complete?")
+    raise FormatError("format-unknown", min(parts), f"stored as {', '.join(sorted(parts))}: not understood", SUPPORTED)
 
 
-def _fp8(
-    info: TensorInfo,
+def _one(parts: Mapping[str, TensorInfo], names: tuple[str, ...]) -> str | None:
+    there = [n for n in names if n in parts]
+    if len(there) > 1:
+        raise FormatError("part-ambiguous", there[1], f"both {there[0]} and {there[1]} are there", "a projection has one of them")
+    return there[0] if there else None
+
+
+def _check_scalars(parts: Mapping[str, TensorInfo], weight: str, scale: str | None) -> None:
+    dtype = parts[weight].dtype
+    for suffix, info in parts.items():
+        if suffix not in (weight, scale) and (suffix not in SCALARS or info.shape not in ((), (1,))):
+            hint = "Ascend int8 and integer formats are not supported" if dtype in FP4_WEIGHTS else ""
+            message = f"{info.dtype} {list(info.shape)} beside a {dtype} weight is not understood"
+            raise FormatError("part-unknown", suffix, message, hint)
+
+
+def _format(
+    kind: StorageKind,
+    parts: Mapping[str, TensorInfo],
     weight: str,
-    scale: str,
-    s: TensorInfo,
-    scalars: dict[str, Tile | None],
-    hint: tuple[int, int] | None,
+    scale: str | None = None,
+    block: tuple[int, int] | None = None,
+    scale_tile: tuple[int, int] | None = None,
 ) -> Format:
-    n, k = _matrix(info)
-    tiles: dict[str, Tile | None] = {weight: Tile(1, 1, b"\0", NaN.E4M3), **scalars}
-    one = prod(s.shape) == 1 and not (hint and _explains(hint, info, s))  # one block of a small matrix has one scale too
-    if one:
-        return Format(Kind.FP8_TENSOR, (n, k), weight, info.dtype, scale, s.dtype, None, {**tiles, scale: None})
-    if s.dtype not in SCALE_FILL:
-        raise FormatError(
-            "scale-dtype", scale, f"scales of dtype {s.dtype} beside FP8 weights", f"supported: {', '.join(SCALE_FILL)}"
-        )
-    fill, nan = SCALE_FILL[s.dtype]
-    block = hint if hint and _explains(hint, info, s) else None
-    if block is None and s.shape in ((n, 1), (n,)):
-        return Format(Kind.FP8_CHANNEL, (n, k), weight, info.dtype, scale, s.dtype, None, {**tiles, scale: Tile(1, 0, fill, nan)})
-    if block is None:
-        block = _block(info, s, scale, hint)
-    tiles[scale] = Tile(*block, fill, nan)
-    return Format(Kind.FP8_BLOCK, (n, k), weight, info.dtype, scale, s.dtype, block, tiles)
+    """Put a format together. ``scale_tile``: rows and columns that an element of the scale stands for, by default the block."""
+    info, facts = parts[weight], kind.facts
+    (rows, columns), zero = info.shape, facts.weights[info.dtype]
+    tiles: dict[str, Tile | None] = dict.fromkeys(parts)
+    tiles[weight] = Tile(1, facts.packed, zero.fill, zero.nan)
+    cell = scale_tile or block
+    if scale and cell:
+        one = facts.scales[parts[scale].dtype]
+        tiles[scale] = Tile(*cell, one.fill, one.nan)
+    return Format(
+        kind=kind,
+        shape=(rows, columns * facts.packed),
+        weight=weight,
+        weight_dtype=info.dtype,
+        scale=scale,
+        scale_dtype=parts[scale].dtype if scale else None,
+        block=block,
+        tiles=tiles,
+    )
 
 
-def _explains(block: tuple[int, int], info: TensorInfo, s: TensorInfo) -> bool:
-    return s.shape == (ceil_div(info.shape[0], block[0]), ceil_div(info.shape[1], block[1]))
+def _fp8(parts: Mapping[str, TensorInfo], weight: str, scale: str, hint: tuple[int, int] | None) -> Format:
+    info, s = parts[weight], parts[scale]
+    block = hint if hint and s.shape == _scale_shape(info, hint) else None
+    if block is None and prod(s.shape) == 1:  # with a block in the config, a small matrix of one block has one scale too
+        return _format(StorageKind.FP8_TENSOR, parts, weight, scale)
+    if s.dtype not in FP8_SCALES:
+        hint_text = f"supported: {', '.join(FP8_SCALES)}"
+        raise FormatError("scale-dtype", scale, f"scales of dtype {s.dtype} beside FP8 weights", hint_text)
+    if block is None and s.shape in ((info.shape[0], 1), (info.shape[0],)):
+        return _format(StorageKind.FP8_CHANNEL, parts, weight, scale, scale_tile=(1, 0))
+    return _format(StorageKind.FP8_BLOCK, parts, weight, scale, block or _block(info, s, scale, hint))
+
+
+def _scale_shape(info: TensorInfo, block: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(ceil_div(size, side) for size, side in zip(info.shape, block, strict=True))
 
 
 def _block(info: TensorInfo, s: TensorInfo, scale: str, hint: tuple[int, int] | None) -> tuple[int, int]:
@@ -225,17 +268,13 @@ def _block(info: TensorInfo, s: TensorInfo, scale: str, hint: tuple[int, int] | 
         rows, cols = (_side(size, count) for size, count in zip(info.shape, s.shape, strict=True))
         if rows and cols and (hint is None or (cols in CEIL_BLOCKS and rows in (1, cols))):
             return rows, cols
-    expected = (
-        f"expected {[ceil_div(d, b) for d, b in zip(info.shape, hint, strict=True)]} of {hint[0]}x{hint[1]} blocks, "
-        if hint
-        else ""
-    )
+    expected = f"expected {list(_scale_shape(info, hint))} of {hint[0]}x{hint[1]} blocks, " if hint else ""
     message = f"{expected}found {list(s.shape)} scales for a weight of {list(info.shape)}"
     raise FormatError("scale-geometry", scale, message, "the scale does not belong to this weight, or weight_block_size is wrong")
 
 
 def _side(size: int, count: int) -> int | None:
-    """Elements per block along one side, from the number of blocks; None when no or several sizes explain it.
+    """Tell the elements per block along one side from the number of blocks; None when no or several sizes explain it.
 
     Of a usual size with a partial last block and an odd one without, the usual one is meant.
     """
@@ -246,36 +285,11 @@ def _side(size: int, count: int) -> int | None:
     return exact
 
 
-def _fp4(info: TensorInfo, weight: str, scale: str, s: TensorInfo, scalars: dict[str, Tile | None]) -> Format:
-    n, k = info.shape[0], 2 * info.shape[1]
-    packed = Tile(1, 2, b"\0", None)
-    if s.dtype in ("F8_E8M0", "U8") and s.shape == (n, ceil_div(k, MXFP4_GROUP)):
-        tile = Tile(1, MXFP4_GROUP, b"\x7f", NaN.E8M0)
-        return Format(
-            Kind.MXFP4,
-            (n, k),
-            weight,
-            info.dtype,
-            scale,
-            s.dtype,
-            (1, MXFP4_GROUP),
-            {weight: packed, scale: tile, **scalars},
-        )
-    if s.dtype == "F8_E4M3" and s.shape == (n, ceil_div(k, NVFP4_GROUP)):
-        tile = Tile(1, NVFP4_GROUP, b"\x38", NaN.E4M3)
-        return Format(
-            Kind.NVFP4,
-            (n, k),
-            weight,
-            info.dtype,
-            scale,
-            s.dtype,
-            (1, NVFP4_GROUP),
-            {weight: packed, scale: tile, **scalars},
-        )
+def _fp4(parts: Mapping[str, TensorInfo], weight: str, scale: str) -> Format:
+    info, s = parts[weight], parts[scale]
+    for kind in (StorageKind.MXFP4, StorageKind.NVFP4):
+        facts = kind.facts
+        if facts.group and s.dtype in facts.scales and s.shape == (info.shape[0], ceil_div(2 * info.shape[1], facts.group)):
+            return _format(kind, parts, weight, scale, (1, facts.group))
     message = f"{info.dtype} {list(info.shape)} with {s.dtype} {list(s.shape)} scales is neither MXFP4 nor NVFP4"
     raise FormatError("scale-geometry", scale, message, "8-bit integers are not packed FP4: integer formats are not supported")
-
-
-def _matrix(info: TensorInfo) -> tuple[int, int]:
-    return info.shape[0], info.shape[1]

@@ -1,4 +1,4 @@
-"""Groups tensor names into MoE layers, experts and projections, in one pass over the names.
+"""Grouping of tensor names into MoE layers, experts and projections, in one pass over the names.
 
 A V4-Pro checkpoint has 150,000 names, so most of them are taken apart by splitting at ``.experts.``; the family's
 regular expression is asked once per block.
@@ -16,11 +16,11 @@ from fse_convert.model.moe import Expert, LayerKind, MoELayer, Projection, Role
 
 ROUTED = ".experts."
 EXPERT_MODULE = re.compile(r"(?:^|\.)(?:[a-z]+_)*(?:experts?|shared_mlp)(?:\.|$)")
-"""A module of experts anywhere in a name; routers' ``expert_bias`` and latent ``routed_expert_norm`` are none."""
+"""A module of experts anywhere in a name; not a router's ``expert_bias`` or a latent ``routed_expert_norm``."""
 ROUTER_TENSORS = frozenset({"e_score_correction_bias", "expert_bias"})
 """Tensors of the router that some releases put under ``experts``."""
 STACKED = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w[123])(?:_|\.|$)")
-"""What holds all experts of a layer in one tensor, below ``experts``."""
+"""Names, below ``experts``, of a tensor that holds all experts of a layer."""
 
 Parts = dict[str, dict[str, TensorInfo]]
 """An expert's tensors by projection and suffix."""
@@ -72,8 +72,8 @@ class _Grouper:
     def run(self, tensors: Mapping[str, TensorInfo]) -> Grouping:
         heads, names = self.heads, self.family.routed_names
         for name, info in tensors.items():
-            head, found, tail = name.partition(ROUTED)
-            if not found:
+            head, routed, tail = name.partition(ROUTED)
+            if not routed:
                 self._other(name, info)
                 continue
             block = heads[head] if head in heads else self._block(head)
@@ -116,7 +116,7 @@ class _Grouper:
         return block
 
     def _odd(self, block: _Block, info: TensorInfo, tail: str) -> None:
-        """Sort a tensor below ``experts`` that is no single expert's matrix."""
+        """Sort a tensor below ``experts`` that is not a single expert's matrix."""
         first = tail.partition(".")[0]
         if STACKED.match(tail):
             block.stacked.append(info)
@@ -124,14 +124,14 @@ class _Grouper:
             block.unknown.append(info.name)
 
     def _other(self, name: str, info: TensorInfo) -> None:
-        """Sort a tensor that is not below ``experts``: the shared expert's, its gate, or one of the other kind."""
+        """Sort a tensor that is not below ``experts``: of the shared expert, of its gate, stacked, or one that no rule explains."""
         shared = self.family.shared
-        head, found, tail = name.partition(f".{shared}.")
-        if found:
+        head, of_shared, tail = name.partition(f".{shared}.")
+        if of_shared:
             self._shared(head, tail, info)
             return
-        head, found, _ = name.partition(f".{shared}_gate.")
-        if found and (block := self._known(head)):
+        head, of_gate, _ = name.partition(f".{shared}_gate.")
+        if of_gate and (block := self._known(head)):
             block.gate = name
         elif self.family.stacked and (block := self._stacked(name)):
             block.stacked.append(info)
@@ -180,8 +180,8 @@ class _Grouper:
         return MoELayer(b.name, b.kind, b.index, routed, shared, b.gate, tuple(b.unknown), tuple(b.stacked))
 
 
-def _expert(name: str, found: Parts, names: Mapping[str, Role]) -> Expert:
-    return Expert(name, {role: Projection(f"{name}.{p}", found[p]) for p, role in names.items() if p in found})
+def _expert(name: str, parts: Parts, names: Mapping[str, Role]) -> Expert:
+    return Expert(name, {role: Projection(f"{name}.{p}", parts[p]) for p, role in names.items() if p in parts})
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,8 @@ class Seen:
 
 def seen_experts(tensors: Iterable[TensorInfo]) -> tuple[Seen, ...]:
     """List the patterns of names in which experts occur, for a model that no family explains."""
-    found: dict[str, list[TensorInfo]] = {}
+    by_pattern: dict[str, list[TensorInfo]] = {}
     for info in tensors:
         if "expert" in info.name or "shared_mlp" in info.name:
-            found.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", info.name), []).append(info)
-    return tuple(Seen(pattern, len(infos), infos[0]) for pattern, infos in sorted(found.items()))
+            by_pattern.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", info.name), []).append(info)
+    return tuple(Seen(pattern, len(infos), infos[0]) for pattern, infos in sorted(by_pattern.items()))

@@ -10,7 +10,7 @@ from fse_convert.checkpoint.header import TensorInfo
 
 
 class Role(str, Enum):
-    """Which of an expert's three projections; gate and up map hidden to width, down maps back."""
+    """The three projections of an expert; gate and up map hidden to width, down maps back."""
 
     GATE = "gate"
     UP = "up"

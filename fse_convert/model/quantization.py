@@ -1,7 +1,8 @@
-"""What a checkpoint's configs say about quantisation, as one value, with every contradiction found on the way.
+"""The quantisation that a checkpoint's configs describe, as one value, with every contradiction between them.
 
-Nothing here decides anything: storage formats come from the headers (`quantization.formats`), and what a server makes
-of the configs is `quantization.vllm`. Malformed values never raise; they become conflicts.
+This is the one reading of them, and nothing here decides anything: storage formats come from the headers
+(`fse_convert.model.formats`), and what a server reads differently stands beside that server's rules (`fse_convert.servers`).
+Malformed values never raise; they become conflicts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ READ_BY = {
     "mxfp8": ("ignored_layers",),
     "compressed-tensors": ("ignore",),
 }
-"""Which of them servers read for a method, the first with entries (vLLM 0.33 fp8.py, quark.py, modelopt.py)."""
+"""Those of them that servers read for a method, the first with entries (vLLM 0.33 fp8.py, quark.py, modelopt.py)."""
 
 MODELOPT_METHODS = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "FP8_PB_WO": "modelopt"} | {
     "NVFP4": "modelopt_fp4",
@@ -30,33 +31,22 @@ MODELOPT_METHODS = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", 
     "MXFP8": "modelopt_mxfp8",
     "MIXED_PRECISION": "modelopt_mixed",
 }
-"""What a ``quant_algo`` of NVIDIA ModelOpt means as a method, for files that name no ``quant_method``."""
+"""Methods by ``quant_algo`` of NVIDIA ModelOpt, for files that name no ``quant_method``."""
 
 
 NOT_AN_OBJECT = "quantization-not-an-object"
-
-
-@dataclass(frozen=True, slots=True)
-class QuarkScheme:
-    """AMD Quark's schemes: the global one, those of single modules in file order, those by layer type, the exclusions.
-
-    ``global_config`` and ``exclude`` are None where the export has none: vLLM's fusion check then stops with an
-    AssertionError.
-    """
-
-    global_config: Mapping[str, Any] | None
-    layer_configs: Mapping[str, Any]
-    layer_type_configs: Mapping[str, Any]
-    exclude: tuple[str, ...] | None
+FP8_METHODS = ("fp8", "deepseek_v4_fp8")
+"""Methods whose ``weight_block_size`` servers read (vLLM 0.33 fp8.py, models/deepseek_v4/quant_config.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the configs say about quantisation.
+    """The quantisation that the configs describe.
 
     ``source`` names where it stands: ``config.json``, ``config.json:text_config``, ``config.json:compression_config``,
     ``hf_quant_config.json``, or empty for an unquantised model. ``method`` is ``quant_method`` in lower case, None when
-    it is missing. ``ignore`` is the list that servers read, found under ``ignore_key``; ``raw`` the dictionary itself.
+    it is missing. ``block`` is ``weight_block_size``. ``ignore`` is the list that servers read, found under ``ignore_key``;
+    ``raw`` the dictionary itself. ``conflicts``: what is malformed, and where configs contradict each other.
     """
 
     source: str = ""
@@ -64,25 +54,26 @@ class Quantization:
     quant_algo: str | None = None
     moe_quant_algo: str | None = None
     block: tuple[int, int] | None = None
-    activation_scheme: str | None = None
-    scale_fmt: str | None = None
     ignore: tuple[str, ...] = ()
     ignore_key: str | None = None
     expert_dtype: str | None = None
-    expert_dtype_source: str = ""
-    quark: QuarkScheme | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
     conflicts: tuple[Problem, ...] = ()
 
     @property
     def malformed(self) -> bool:
-        """Whether config.json's ``quantization_config`` is something else than an object."""
+        """True where config.json's ``quantization_config`` is something else than an object."""
         return any(problem.code == NOT_AN_OBJECT and problem.where == "config.json" for problem in self.conflicts)
 
     @property
     def quantized(self) -> bool:
-        """Whether any config describes a quantisation."""
+        """True where any config describes a quantisation."""
         return bool(self.source)
+
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """The FP8 block that servers believe the weights to have; None where they read none."""
+        return self.block if self.method in FP8_METHODS else None
 
 
 def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any] | None = None) -> Quantization:
@@ -92,30 +83,26 @@ def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any]
     (transformers_utils/config.py), then ``compression_config``, then ``text_config`` (model_arch_config_convertor.py).
     """
     places = list(_places(config, quant_config))
-    source, raw = places[0] if places else ("", {})
-    dtype, dtype_source = _expert_dtype(config, raw)
-    conflicts = [*_not_objects(config, quant_config), *_contradicting(places), *_dtype_conflicts(config, raw, dtype)]
-    if not source:
-        return Quantization(expert_dtype=dtype, expert_dtype_source=dtype_source, conflicts=tuple(conflicts))
+    dtypes = list(_expert_dtypes(config, places))
+    dtype = dtypes[0][1] if dtypes else None
+    conflicts = [*_not_objects(config, quant_config), *_contradicting(places), *_dtype_conflicts(dtypes)]
+    if not places:
+        return Quantization(expert_dtype=dtype, conflicts=tuple(conflicts))
+    source, raw = places[0]
     inner = _inner(raw)
     method = _method(raw, inner)
     ignore, ignore_key, ignore_conflicts = _ignore(raw, inner, method)
-    block, block_conflicts = _block(raw)
-    quark = _quark(raw) if method == "quark" else None
-    conflicts += [*_method_conflicts(method, raw), *ignore_conflicts, *block_conflicts, *_quark_conflicts(raw, method)]
+    block = _block(raw)
+    conflicts += [*_method_conflicts(method, raw), *ignore_conflicts, *_block_conflicts(raw, block), *_quark_conflicts(raw, method)]
     return Quantization(
         source=source,
         method=method,
         quant_algo=_upper(inner.get("quant_algo")),
         moe_quant_algo=_upper(raw.get("moe_quant_algo")),
         block=block,
-        activation_scheme=_text(raw.get("activation_scheme")),
-        scale_fmt=_text(raw.get("scale_fmt")),
         ignore=ignore,
         ignore_key=ignore_key,
         expert_dtype=dtype,
-        expert_dtype_source=dtype_source,
-        quark=quark,
         raw=raw,
         conflicts=tuple(conflicts),
     )
@@ -159,14 +146,14 @@ def _method(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str | None:
 def _ignore(
     raw: Mapping[str, Any], inner: Mapping[str, Any], method: str | None
 ) -> tuple[tuple[str, ...], str | None, tuple[Problem, ...]]:
-    found = {key: value for key in IGNORE_KEYS for place in (inner, raw) if (value := place.get(key)) is not None}
+    written = {key: value for key in IGNORE_KEYS for place in (inner, raw) if (value := place.get(key)) is not None}
     keys = READ_BY.get(method or "", ("ignore", "exclude_modules") if (method or "").startswith("modelopt") else IGNORE_KEYS)
     problems = [
         Problem("ignore-not-a-list", f"{key} must be a list of module names, found {type(value).__name__}", where=key)
-        for key, value in found.items()
+        for key, value in written.items()
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value)
     ]
-    lists = {key: _names(value) for key, value in found.items()}
+    lists = {key: _names(value) for key, value in written.items()}
     key = next((k for k in keys if lists.get(k)), next((k for k in keys if k in lists), None))
     chosen = lists.get(key, ()) if key else ()
     for other, names in lists.items():
@@ -187,35 +174,32 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(entry for entry in value if isinstance(entry, str)) if isinstance(value, list) else ()
 
 
-def _block(raw: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[Problem, ...]]:
+def _block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     value = raw.get("weight_block_size")
-    if value is None:
-        return None, ()
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(side) is int and side > 0 for side in value):
-        return (value[0], value[1]), ()
-    return None, (Problem("block-size-invalid", f"expected two positive integers, found {value!r}", where="weight_block_size"),)
+        return value[0], value[1]
+    return None
 
 
-def _expert_dtype(config: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[str | None, str]:
-    for source, value in _expert_dtypes(config, raw):
-        return value, source
-    return None, ""
+def _block_conflicts(raw: Mapping[str, Any], block: tuple[int, int] | None) -> Iterator[Problem]:
+    value = raw.get("weight_block_size")
+    if value is not None and block is None:
+        yield Problem("block-size-invalid", f"expected two positive integers, found {value!r}", where="weight_block_size")
 
 
-def _expert_dtypes(config: Mapping[str, Any], raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield every ``expert_dtype``: DeepSeek-V4 writes it at the top level, V4.1 inside ``quantization_config``."""
-    text = config.get("text_config")
-    places = (("config.json", config), ("config.json:text_config", text), ("quantization_config", raw))
-    for source, place in places:
+def _expert_dtypes(config: Mapping[str, Any], places: list[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
+    """Yield every ``expert_dtype`` with its place: DeepSeek-V4 writes it at the top level, V4.1 inside ``quantization_config``."""
+    named = [("quantization_config" if source == "config.json" else source, place) for source, place in places]
+    for source, place in (("config.json", config), ("config.json:text_config", config.get("text_config")), *named):
         value = place.get("expert_dtype") if isinstance(place, Mapping) else None
         if isinstance(value, str):
             yield source, value
 
 
-def _dtype_conflicts(config: Mapping[str, Any], raw: Mapping[str, Any], chosen: str | None) -> Iterator[Problem]:
-    for source, value in _expert_dtypes(config, raw):
-        if value != chosen:
-            yield Problem("expert-dtype-conflict", f"expert_dtype is {value!r} here and {chosen!r} elsewhere", where=source)
+def _dtype_conflicts(dtypes: list[tuple[str, str]]) -> Iterator[Problem]:
+    for source, value in dtypes[1:]:
+        if value != dtypes[0][1]:
+            yield Problem("expert-dtype-conflict", f"expert_dtype is {value!r} here and {dtypes[0][1]!r} elsewhere", where=source)
 
 
 def _contradicting(places: list[tuple[str, Mapping[str, Any]]]) -> Iterator[Problem]:
@@ -261,31 +245,12 @@ def _method_conflicts(method: str | None, raw: Mapping[str, Any]) -> Iterator[Pr
         )
 
 
-def _quark(raw: Mapping[str, Any]) -> QuarkScheme:
-    scheme = raw.get("global_quant_config")
-    exclude = raw.get("exclude")
-    return QuarkScheme(
-        global_config=scheme if isinstance(scheme, Mapping) else None,
-        layer_configs=_mapping(raw.get("layer_quant_config")),
-        layer_type_configs=_mapping(raw.get("layer_type_quant_config")),
-        exclude=_names(exclude) if isinstance(exclude, list) else None,
-    )
-
-
 def _quark_conflicts(raw: Mapping[str, Any], method: str | None) -> Iterator[Problem]:
     if method != "quark":
         return
     for key in ("exclude", "global_quant_config", "export"):
         if raw.get(key) is None:
             yield Problem("quark-incomplete", f"a Quark export without {key}", where="quantization_config", hint="vLLM needs it")
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _upper(value: object) -> str | None:

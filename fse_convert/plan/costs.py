@@ -1,4 +1,4 @@
-"""What shared experts, padding and the servers' duplicates cost, in bytes, on disk and per rank: pure arithmetic on headers.
+"""The cost of shared experts, padding and the servers' duplicates, in bytes, on disk and per rank: arithmetic on headers.
 
 Per rank, routed experts are split over the expert-parallel ranks, and a fused shared expert is replicated: the kernel needs
 the whole MLP on every rank (vLLM 0.33 models/deepseek_v4/nvidia/model.py:368-375). Sizes in the kernel's layout count a
@@ -13,17 +13,15 @@ from math import prod
 
 from fse_convert.checkpoint.header import BITS
 from fse_convert.layout.sizes import ceil_div
-from fse_convert.model.describe import Description, ExpertGroup, LayerDescription
-from fse_convert.model.formats import MXFP4_GROUP, NVFP4_GROUP, Format, Kind
+from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.model.formats import Format
 from fse_convert.model.moe import LayerKind, Projection, Role
-
-KERNEL_GROUP = 32
-"""Columns per scale in the kernel's layout."""
+from fse_convert.servers.native import KERNEL_GROUP
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How the model is spread: tensor-parallel size of shared experts, expert-parallel size of routed ones."""
+    """The spread of the model over ranks: tensor-parallel size of shared experts, expert-parallel size of routed ones."""
 
     tp: int = 1
     ep: int = 8
@@ -42,13 +40,13 @@ class Stored:
         return self.routed + self.shared
 
     def per_rank(self, serving: Serving) -> float:
-        """Bytes that one rank holds: its part of the routed experts, and every shared one."""
+        """Add up what one rank holds: its part of the routed experts, and every shared one."""
         return self.routed / serving.ep + self.shared
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What it costs to pad every expert from ``width`` to ``new_width``, beyond what is stored."""
+    """The cost of padding every expert from ``width`` to ``new_width``, beyond what is stored."""
 
     width: int
     new_width: int
@@ -61,7 +59,7 @@ class Padding:
         return self.decoder.total + self.mtp.total
 
     def per_rank(self, serving: Serving) -> float:
-        """Bytes that one rank holds more."""
+        """Add up what one rank holds more."""
         return self.decoder.per_rank(serving) + self.mtp.per_rank(serving)
 
     @property
@@ -72,14 +70,12 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """What servers hold twice after loading, in bytes per rank, in decoder layers.
+    """Bytes per rank of decoder layers that a server holds twice after loading; `Target.held_twice` says which release does.
 
-    ``seed``: the padded second copy of vllm-project/vllm#56568, had it stayed. ``sglang_scales``: SGLang 0.5.20 to 0.5.23 keep
-    routed scales in two layouts; ``sglang_shared``: 0.5.22 and 0.5.23 also keep the shared gate and up weights they fuse.
-    ``sglang_loading``: routed scales as FP32, held while loading.
+    ``sglang_scales``: routed scales. ``sglang_shared``: shared gate and up weights. ``sglang_loading``: routed scales as FP32,
+    held while loading.
     """
 
-    seed: int
     sglang_scales: float
     sglang_shared: int
     sglang_loading: float
@@ -93,34 +89,34 @@ class Costs:
     decoder: Stored
     mtp: Stored
     shared_kernel: int
-    shared_sharded: float
     duplicates: Duplicates
     paddings: dict[str, Padding]
 
+    @property
+    def shared_sharded(self) -> float:
+        """Bytes of the shared experts per rank, were they split over the tensor-parallel ranks."""
+        return self.shared_kernel / self.serving.tp
+
 
 def costs(description: Description, serving: Serving, widths: dict[str, int]) -> Costs:
-    """Work out all figures. ``widths``: of one expert by kernel contract, as `planning.needed_width` gives them."""
+    """Work out all figures. ``widths``: of one expert by kernel contract, as `needed_width` gives them."""
     decoder = [d for d in description.layers if d.layer.kind is LayerKind.DECODER]
-    shared = kernel_shared(decoder)
-    paddings = {
-        contract: padding(description, width)
-        for contract, width in widths.items()
-        if len(description.widths) == 1 and width != description.widths[0]
-    }
-    largest = max((p.new_width for p in paddings.values()), default=0)
     return Costs(
-        serving,
-        stored(decoder),
-        stored(d for d in description.layers if d.layer.kind is LayerKind.MTP),
-        shared,
-        shared / serving.tp,
-        _duplicates(decoder, serving, padded_shared(decoder, largest) if largest else shared),
-        paddings,
+        serving=serving,
+        decoder=stored(decoder),
+        mtp=stored(d for d in description.layers if d.layer.kind is LayerKind.MTP),
+        shared_kernel=kernel_shared(decoder),
+        duplicates=_duplicates(decoder, serving),
+        paddings={
+            contract: padding(description, width)
+            for contract, width in widths.items()
+            if len(description.widths) == 1 and width != description.widths[0]
+        },
     )
 
 
 def stored(layers: Iterable[LayerDescription]) -> Stored:
-    """Bytes of experts as the checkpoint stores them."""
+    """Add up the bytes of experts as the checkpoint stores them."""
     routed = shared = 0
     for d in layers:
         if d.routed:
@@ -132,32 +128,17 @@ def stored(layers: Iterable[LayerDescription]) -> Stored:
 
 
 def padding(description: Description, new_width: int) -> Padding:
-    """What padding every expert to a width of ``new_width`` adds; the shared MLP keeps its multiple of it."""
+    """Work out what padding every expert to a width of ``new_width`` adds; the shared MLP keeps its multiple of it."""
     width = description.widths[0]
-    parts = {
-        kind: [_grown(d, width, new_width) for d in description.layers if d.layer.kind is kind]
-        for kind in (LayerKind.DECODER, LayerKind.MTP)
-    }
-    decoder, mtp = (Stored(sum(g.routed for g in grown), sum(g.shared for g in grown)) for grown in parts.values())
-    return Padding(width, new_width, decoder, mtp)
+    grown = {kind: [_grown(d, width, new_width) for d in description.layers if d.layer.kind is kind] for kind in LayerKind}
+    total = {kind: Stored(sum(g.routed for g in each), sum(g.shared for g in each)) for kind, each in grown.items()}
+    return Padding(width, new_width, total[LayerKind.DECODER], total[LayerKind.MTP])
 
 
 def kernel_shared(layers: Iterable[LayerDescription]) -> int:
-    """Bytes of the shared experts in the kernel's layout, at their own width: FP8 and a scale per 32 columns."""
-    return sum(_kernel_bytes(d.shared.width, d.shared.hidden) for d in layers if d.shared)
-
-
-def padded_shared(layers: Iterable[LayerDescription], new_width: int) -> int:
-    """As `kernel_shared`, with every expert padded to ``new_width``."""
-    return sum(
-        _kernel_bytes(ceil_div(d.shared.width, d.routed.width) * new_width, d.shared.hidden)
-        for d in layers
-        if d.shared and d.routed
-    )
-
-
-def _kernel_bytes(width: int, hidden: int) -> int:
-    return 3 * width * hidden + 3 * width * hidden // KERNEL_GROUP
+    """Add up the bytes of the shared experts in the kernel's layout, at their own width: FP8 and a scale per 32 columns."""
+    sizes = (3 * d.shared.width * d.shared.hidden for d in layers if d.shared)
+    return sum(size + size // KERNEL_GROUP for size in sizes)
 
 
 def _nbytes(projections: Iterable[Projection]) -> int:
@@ -171,14 +152,14 @@ def _grown(d: LayerDescription, width: int, new_width: int) -> Stored:
 
 
 def _growth(group: ExpertGroup, width: int) -> int:
-    """Bytes that one expert of a group grows by."""
+    """Add up the bytes that one expert of a group grows by."""
     return sum(
         _expert_bytes(role, f, width, group) - _expert_bytes(role, f, group.width, group) for role, f in group.formats.items()
     )
 
 
 def _expert_bytes(role: Role, f: Format, width: int, group: ExpertGroup) -> int:
-    """Bytes of one projection at a width, by how its tensors tile it; scalars do not grow."""
+    """Add up the bytes of one projection at a width, by how its tensors tile it; scalars do not grow."""
     n, k = (group.hidden, width) if role is Role.DOWN else (width, group.hidden)
     parts = group.experts[0].projections[role].parts
     total = 0
@@ -189,14 +170,13 @@ def _expert_bytes(role: Role, f: Format, width: int, group: ExpertGroup) -> int:
     return total
 
 
-def _scale_bytes(group: ExpertGroup) -> int:
-    """Bytes of one FP4 expert's scales in the kernel's layout; other formats do not go that way."""
-    kind = group.formats[Role.GATE].kind
-    columns = {Kind.MXFP4: MXFP4_GROUP, Kind.NVFP4: NVFP4_GROUP}.get(kind)
-    return 3 * group.width * group.hidden // columns if columns else 0
-
-
-def _duplicates(layers: list[LayerDescription], serving: Serving, seed: int) -> Duplicates:
+def _duplicates(layers: list[LayerDescription], serving: Serving) -> Duplicates:
     scales = sum(len(d.layer.routed) * _scale_bytes(d.routed) for d in layers if d.routed)
     shared = sum(2 * d.shared.width * d.shared.hidden for d in layers if d.shared)
-    return Duplicates(seed, scales / serving.ep, shared, 4 * scales / serving.ep)
+    return Duplicates(sglang_scales=scales / serving.ep, sglang_shared=shared, sglang_loading=4 * scales / serving.ep)
+
+
+def _scale_bytes(group: ExpertGroup) -> int:
+    """Add up the bytes of one FP4 expert's scales in the kernel's layout; other formats do not go that way."""
+    columns = group.formats[Role.GATE].kind.facts.group
+    return 3 * group.width * group.hidden // columns if columns else 0

@@ -14,7 +14,7 @@ from functools import cached_property
 from fse_convert.checkpoint.encoding import encode_header, header_entry
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Shard
-from fse_convert.model.describe import ExpertGroup, LayerDescription
+from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.formats import NaN
 from fse_convert.model.moe import Expert, Role
 from fse_convert.plan.source import Source

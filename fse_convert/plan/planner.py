@@ -11,9 +11,11 @@ from fse_convert.checkpoint.names import SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem
 from fse_convert.layout.sizes import ceil_div, round_up
-from fse_convert.model.describe import LOAD_CONFLICTS, Description, LayerDescription, kernel_tensors
+from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.describe import kernel_tensors
+from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.families import FAMILIES
-from fse_convert.model.formats import Format, Kind, Tile
+from fse_convert.model.formats import Format, StorageKind, Tile
 from fse_convert.model.moe import LayerKind, Role
 from fse_convert.plan.plan import (
     Change,
@@ -32,7 +34,7 @@ from fse_convert.plan.plan import (
     matrix,
 )
 from fse_convert.plan.source import Source
-from fse_convert.servers.native import Widths, kernel_verdict, target_verdict
+from fse_convert.servers.native import LaunchWidths, kernel_verdict, target_verdict
 from fse_convert.servers.scales import INEXACT, Scales, with_scales
 from fse_convert.servers.targets import Contract, Target, width_multiple
 from fse_convert.servers.verdict import Reason, Verdict
@@ -65,7 +67,7 @@ def decide(source: Source, options: Options) -> Decision:
     source_width, n_shared = _widths(description)
     width = needed_width(description, options, source_width)
     main = width if options.experts is Experts.ALL else source_width
-    kernel_widths, main_widths = Widths(width, n_shared * width), Widths(main, n_shared * main)
+    kernel_widths, main_widths = LaunchWidths(width, n_shared * width), LaunchWidths(main, n_shared * main)
     verdicts = tuple(
         LayerVerdict(
             layer=d,
@@ -157,7 +159,7 @@ def _widths(description: Description) -> tuple[int, int]:
 
 
 def _standard_verdict(
-    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: Widths, scales: Scales
+    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: LaunchWidths, scales: Scales
 ) -> Verdict:
     """Judge a layer of the output's standard layout as `fse_convert.servers.judge` judges that folder."""
     verdict = target_verdict(layer, target, config, widths)
@@ -265,7 +267,7 @@ def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract,
     files: list[list[SharedExpert]] = []
     room = 0
     for layer in layers:
-        if layer.shared is None or any(f.kind is not Kind.FP8_BLOCK for f in layer.shared.formats.values()):
+        if layer.shared is None or any(f.kind is not StorageKind.FP8_BLOCK for f in layer.shared.formats.values()):
             continue
         size = 3 * width * layer.shared.hidden
         if room < size:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field, replace
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, open_checkpoint
-from fse_convert.model.describe import Description, describe
+from fse_convert.model.describe import describe
+from fse_convert.model.description import Description
 from fse_convert.model.quantization import Quantization, read_quantization
+from fse_convert.servers.judge import Subject
 from fse_convert.servers.scales import UNREAD, Scales, routed_f32_scales, shared_f32_scales
 
 WIDTH_KEY = "moe_inter_dim"
@@ -50,11 +52,22 @@ class Source:
             raise TypeError(f"{self.checkpoint.folder.label} is not a folder of this machine")
         return self.checkpoint.folder
 
+    @property
+    def subject(self) -> Subject:
+        """The checkpoint as the servers' rules see it."""
+        return Subject(
+            config=self.checkpoint.config,
+            quant_config=self.checkpoint.quant_config,
+            quantization=self.quantization,
+            description=self.description,
+            scales=self.scales,
+        )
+
 
 def describe_source(checkpoint: Checkpoint) -> Source:
     """Describe a checkpoint from its headers and configs alone."""
     quantization = read_quantization(checkpoint.config, checkpoint.quant_config)
-    return Source(checkpoint=checkpoint, quantization=quantization, description=describe(checkpoint))
+    return Source(checkpoint=checkpoint, quantization=quantization, description=describe(checkpoint, quantization))
 
 
 def open_source(folder: LocalFolder) -> Source:

@@ -6,7 +6,8 @@ from msgspec import UNSET, UnsetType
 
 from fse_convert.report.console import boxed, console
 from fse_convert.report.records import Record, Response, fill
-from fse_convert.servers.judge import AITER_SOURCE, AITER_TARGETS, Question
+from fse_convert.servers.aiter.question import AITER_TARGETS
+from fse_convert.servers.judge import Question
 from fse_convert.servers.slots import SLOT_TARGETS
 from fse_convert.servers.targets import TARGETS
 
@@ -19,10 +20,10 @@ def print_targets() -> None:
         pads = f", pads routed to {t.routed_pad}" if t.routed_pad else ""
         table.add_row(t.name, t.contract.name, f"multiple of {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no")
     out.print(Question.NATIVE.heading, table, sep="\n")
-    _print_needs({t.needs: t.engine for t in TARGETS if not t.is_contract})
+    _print_needs({t.started_with: t.engine for t in TARGETS if not t.is_contract})
     for question, rows in ((Question.AITER, AITER_TARGETS), (Question.SLOTS, SLOT_TARGETS)):
         out.print(f"\n{question.heading}; inspect only", ", ".join(t.name for t in rows), sep="\n  ")
-        _print_needs({t.needs: t.name for t in rows})
+        _print_needs({t.started_with: t.name for t in rows})
 
 
 def _print_needs(needs: dict[str, str]) -> None:
@@ -58,6 +59,7 @@ def targets_record() -> TargetsRecord:
             TargetRecord,
             t,
             question=Question.NATIVE,
+            needs=t.started_with,
             contract=t.contract.name,
             width_multiple=t.contract.width_multiple,
             fuses_shared=t.fuses,
@@ -65,9 +67,6 @@ def targets_record() -> TargetsRecord:
         )
         for t in TARGETS
     ]
-    rocm = [
-        fill(TargetRecord, t, question=Question.AITER, engine="vLLM ROCm", release=t.release.name, source=AITER_SOURCE)
-        for t in AITER_TARGETS
-    ]
-    slots = [fill(TargetRecord, t, question=Question.SLOTS) for t in SLOT_TARGETS]
+    rocm = [fill(TargetRecord, t, question=Question.AITER, needs=t.started_with) for t in AITER_TARGETS]
+    slots = [fill(TargetRecord, t, question=Question.SLOTS, needs=t.started_with) for t in SLOT_TARGETS]
     return TargetsRecord(targets=[*native, *rocm, *slots])

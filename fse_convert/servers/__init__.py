@@ -1,1 +1,1 @@
-"""What server releases make of a checkpoint: targets as data, rules, verdicts."""
+"""Server releases: targets as data, the rules of their code, and their verdicts on a checkpoint."""

@@ -1,4 +1,4 @@
-"""The native rules: when DeepGEMM's MegaMoE kernel runs a layer's shared expert in the routed experts' launch.
+"""The native rules, by which DeepGEMM's MegaMoE kernel runs a layer's shared expert in the routed experts' launch.
 
 Rules: DeepGEMM 2.8.2 csrc/apis/mega_moe.hpp:88-92 and 204-227 (shapes, FP8 weight, int32 scales, shared width a
 multiple of the routed width); vLLM 0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py:214-245 and 338-386
@@ -11,67 +11,61 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fse_convert.model.describe import ExpertGroup, LayerDescription
-from fse_convert.model.formats import E8M0_DTYPES, Format, Kind
+from fse_convert.layout.sizes import round_up
+from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.formats import E8M0_DTYPES, Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.servers.targets import Contract, Pairings, Target
-from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood
 
 KERNEL_GROUP = 32
 """Columns per scale in the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
-class Widths:
+class LaunchWidths:
     """Widths that a layer would have in the launch: of one routed expert, and of the whole shared MLP (elements)."""
 
     routed: int
     shared: int
 
 
-def kernel_verdict(layer: LayerDescription, contract: Contract, pairings: Pairings, widths: Widths | None = None) -> Verdict:
+def kernel_verdict(layer: LayerDescription, contract: Contract, pairings: Pairings, widths: LaunchWidths | None = None) -> Verdict:
     """Judge a layer by the kernel alone, at its own widths or at those that padding would give it.
 
     F32 scales pass here: whether each is an exact power of two is known only from the data, and is checked where the data is read.
     """
-    early = _not_understood(layer)
-    if early:
-        return early
-    groups = _groups(layer)
+    groups = _launch_groups(layer)
     if isinstance(groups, Verdict):
         return groups
     routed, shared = groups
-    at = widths or Widths(routed.width, shared.width)
+    at = widths or LaunchWidths(routed.width, shared.width)
     return _verdict(*_shape_reasons(routed, shared, contract, at), *_format_reasons(routed, shared, pairings))
 
 
-def native_verdict(layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: Widths | None = None) -> Verdict:
+def native_verdict(
+    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: LaunchWidths | None = None
+) -> Verdict:
     """Judge a layer by a server release: the kernel's rules, and what the server's loader and model code add.
 
     ``config``: config.json. ``widths``: those that padding would give the layer; its own without them.
     """
-    model_type = str(config.get("model_type", ""))
+    server, model_type = f"{target.engine} {target.release}", str(config.get("model_type", ""))
     if model_type in target.beside:
-        reason = Reason("server-no-fusion", f"{target.engine} {target.release} keeps this model's shared expert beside MegaMoE")
-        return Verdict(Outcome.UNFUSED, (reason,))
+        return because(Outcome.UNFUSED, "server-no-fusion", f"{server} keeps this model's shared expert beside MegaMoE")
     if target.model_types and model_type not in target.model_types:
-        reason = Reason("model-unsupported", f"{target.engine} {target.release} has no MegaMoE path for model type {model_type!r}")
-        return Verdict(Outcome.REFUSED, (reason,))
-    early = _not_understood(layer)
-    if early:
-        return early
-    groups = _groups(layer)
+        return because(Outcome.REFUSED, "model-unsupported", f"{server} has no MegaMoE path for model type {model_type!r}")
+    groups = _launch_groups(layer)
     if isinstance(groups, Verdict):
         return groups
     routed, shared = groups
-    at = widths or Widths(routed.width, shared.width)
-    at = Widths(padded_routed(at.routed, target), at.shared)
+    at = widths or LaunchWidths(routed.width, shared.width)
+    at = LaunchWidths(padded_routed(at.routed, target), at.shared)
     refused = (*_config_refusals(config, target), *_server_refusals(routed, at, target))
     if refused:
         return Verdict(Outcome.REFUSED, refused)
     if not target.fuses:
-        reason = Reason("server-no-fusion", f"{target.engine} {target.release} runs the shared expert beside MegaMoE, never inside")
-        return Verdict(Outcome.UNFUSED, (reason,))
+        return because(Outcome.UNFUSED, "server-no-fusion", f"{server} runs the shared expert beside MegaMoE, never inside")
     return _verdict(
         *_shape_reasons(routed, shared, target.contract, at),
         *_format_reasons(routed, shared, target.pairings),
@@ -79,7 +73,9 @@ def native_verdict(layer: LayerDescription, target: Target, config: Mapping[str,
     )
 
 
-def target_verdict(layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: Widths | None = None) -> Verdict:
+def target_verdict(
+    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: LaunchWidths | None = None
+) -> Verdict:
     """Judge a layer by a row of the table: a bare contract by the kernel alone, a server by all that it asks.
 
     ``widths``: those that the standard layout has after padding; the layer's own without them.
@@ -90,7 +86,7 @@ def target_verdict(layer: LayerDescription, target: Target, config: Mapping[str,
 
 
 def _verdict(*reasons: Reason) -> Verdict:
-    """Not fused for one reason per code, the first of each; fused without any."""
+    """Give one reason per code, the first of each; fused without any."""
     first: dict[str, Reason] = {}
     for reason in reasons:
         first.setdefault(reason.code, reason)
@@ -98,29 +94,25 @@ def _verdict(*reasons: Reason) -> Verdict:
 
 
 def padded_routed(width: int, target: Target) -> int:
-    """Width of a routed expert after the padding that the server itself does at load."""
-    return -(-width // target.routed_pad) * target.routed_pad if target.routed_pad else width
+    """Return the width of a routed expert after the padding that the server itself does at load."""
+    return round_up(width, target.routed_pad) if target.routed_pad else width
 
 
-def _not_understood(layer: LayerDescription) -> Verdict | None:
-    if not layer.problems:
-        return None
-    return Verdict(Outcome.UNKNOWN, tuple(Reason(p.code, p.message, p.hint) for p in layer.problems))
-
-
-def _groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] | Verdict:
+def _launch_groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] | Verdict:
+    """Return the routed and the shared experts that could share a launch, or why there are none."""
+    if layer.problems:
+        return not_understood(layer.problems)
     if layer.shared is None:
-        return Verdict(Outcome.UNFUSED, (Reason("no-shared-expert", "the layer has no shared expert"),))
+        return NO_SHARED_EXPERT
     if layer.routed is None:
-        return Verdict(Outcome.UNFUSED, (Reason("no-routed-experts", "the layer has no routed experts to fuse into"),))
+        return because(Outcome.UNFUSED, "no-routed-experts", "the layer has no routed experts to fuse into")
     if layer.layer.gate_tensor:
         message = "the shared expert has a gate of its own that scales its output; the kernel adds it with weight 1"
-        reason = Reason("shared-gated", message)
-        return Verdict(Outcome.UNFUSED, (reason,))
+        return because(Outcome.UNFUSED, "shared-gated", message)
     return layer.routed, layer.shared
 
 
-def stated(config: Mapping[str, Any], key: str) -> object:
+def server_config_value(config: Mapping[str, Any], key: str) -> object:
     """Read a key where DeepSeek-V4's server configs take it from; None when it is nowhere.
 
     V4.1 nests its text model, and writes ``expert_dtype`` into ``quantization_config`` (vLLM 0.33
@@ -129,26 +121,26 @@ def stated(config: Mapping[str, Any], key: str) -> object:
     places = [config, config.get("text_config")]
     if key == "expert_dtype":
         places.append(config.get("quantization_config"))
-    found = (place[key] for place in places if isinstance(place, Mapping) and place.get(key) is not None)
-    return next(found, None)
+    values = (place[key] for place in places if isinstance(place, Mapping) and place.get(key) is not None)
+    return next(values, None)
 
 
 def _config_refusals(config: Mapping[str, Any], target: Target) -> Iterator[Reason]:
     for rule in target.rules:
-        value = stated(config, rule.key)
+        value = server_config_value(config, rule.key)
         if value is not None and value not in rule.allowed:
             allowed = " or ".join(map(repr, rule.allowed))
             message = f"{rule.key} is {value!r}: {target.engine} {target.release} raises for anything but {allowed} under MegaMoE"
             yield Reason("config-unsupported", message)
 
 
-def _server_refusals(routed: ExpertGroup, at: Widths, target: Target) -> Iterator[Reason]:
+def _server_refusals(routed: ExpertGroup, at: LaunchWidths, target: Target) -> Iterator[Reason]:
     kind = routed.formats[Role.GATE].kind
     hidden_multiple = max(target.hidden_multiple, target.contract.hidden_multiple)
     multiple, hidden_multiple = target.multiples.get(kind, (target.contract.width_multiple, hidden_multiple))
     if at.routed % multiple:
         hint = f"convert with --target {target.name}"
-        yield Reason("width-alignment", f"routed width {at.routed} is no multiple of {multiple}: MegaMoE is refused", hint)
+        yield Reason("width-alignment", f"routed width {at.routed} is no multiple of {multiple}: MegaMoE is refused", hint=hint)
     if routed.hidden % hidden_multiple:
         yield Reason("hidden-alignment", f"hidden size {routed.hidden} is no multiple of {hidden_multiple}")
     if kind not in target.pairings:
@@ -156,20 +148,18 @@ def _server_refusals(routed: ExpertGroup, at: Widths, target: Target) -> Iterato
         yield Reason("routed-format", f"routed experts are {routed.label}; {target.engine}'s MegaMoE takes {allowed} there")
 
 
-def _shape_reasons(routed: ExpertGroup, shared: ExpertGroup, contract: Contract, at: Widths) -> Iterator[Reason]:
+def _shape_reasons(routed: ExpertGroup, shared: ExpertGroup, contract: Contract, at: LaunchWidths) -> Iterator[Reason]:
     if routed.hidden != shared.hidden:
-        yield Reason(
-            "hidden-differs",
-            f"routed experts work on hidden size {routed.hidden}, the shared expert on {shared.hidden}",
-        )
+        message = f"routed experts work on hidden size {routed.hidden}, the shared expert on {shared.hidden}"
+        yield Reason("hidden-differs", message)
     if shared.hidden % contract.hidden_multiple:
         yield Reason("hidden-alignment", f"hidden size {shared.hidden} is no multiple of {contract.hidden_multiple}")
     if at.routed % contract.width_multiple:
         hint = f"convert with --target {contract.name}"
-        yield Reason("width-alignment", f"width {at.routed} is no multiple of {contract.width_multiple}", hint)
+        yield Reason("width-alignment", f"width {at.routed} is no multiple of {contract.width_multiple}", hint=hint)
     if at.shared % at.routed:
         hint = "pad routed and shared experts to one width: --experts all"
-        yield Reason("width-ratio", f"shared width {at.shared} is no multiple of the routed width {at.routed}", hint)
+        yield Reason("width-ratio", f"shared width {at.shared} is no multiple of the routed width {at.routed}", hint=hint)
 
 
 def _format_reasons(routed: ExpertGroup, shared: ExpertGroup, pairings: Pairings) -> Iterator[Reason]:
@@ -183,8 +173,8 @@ def _format_reasons(routed: ExpertGroup, shared: ExpertGroup, pairings: Pairings
         yield Reason("shared-format", f"beside {routed.label} experts the launch takes no shared expert")
         return
     for f in shared.formats.values():
-        if f.kind not in allowed_shared or (f.kind is Kind.PLAIN and f.weight_dtype != "BF16"):
-            allowed = ", ".join("bf16" if k is Kind.PLAIN else k.value for k in allowed_shared)
+        if f.kind not in allowed_shared:
+            allowed = ", ".join(k.value for k in allowed_shared)
             message = f"the shared expert is {f.label}; beside {routed.label} experts the launch takes {allowed} with E8M0 scales"
             yield Reason("shared-format", message)
         elif f.block and f.block[1] % KERNEL_GROUP:
@@ -195,13 +185,13 @@ def _format_reasons(routed: ExpertGroup, shared: ExpertGroup, pairings: Pairings
 
 
 def _kernel_scales(f: Format) -> bool:
-    return f.kind is not Kind.FP8_BLOCK or f.scale_dtype in (*E8M0_DTYPES, "F32")
+    return f.kind is not StorageKind.FP8_BLOCK or f.scale_dtype in (*E8M0_DTYPES, "F32")
 
 
-def _loader_reasons(shared: ExpertGroup, at: Widths, target: Target) -> Iterator[Reason]:
-    """What the servers' loaders ask of the checkpoint's own tensors, beyond the kernel."""
+def _loader_reasons(shared: ExpertGroup, at: LaunchWidths, target: Target) -> Iterator[Reason]:
+    """Give what the servers' loaders object to in the checkpoint's own tensors, beyond the kernel."""
     for role, f in shared.formats.items():
-        if f.kind is not Kind.FP8_BLOCK or f.block is None:
+        if f.kind is not StorageKind.FP8_BLOCK or f.block is None:
             continue
         rows, cols = f.block
         if f.scale_dtype not in target.scale_dtypes:

@@ -1,4 +1,4 @@
-"""F32 scales of FP8 experts: which there are, and what follows from their values, once somebody has read them.
+"""The F32 scales of FP8 experts, and what follows from their values once they have been read.
 
 The kernel takes UE8M0 scales, so an F32 scale fits only if it is a power of two: rounding one changes every weight of its block.
 """
@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.model.describe import ExpertGroup, LayerDescription
-from fse_convert.model.formats import Kind
-from fse_convert.servers.verdict import Outcome, Reason, Verdict
+from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.formats import StorageKind
+from fse_convert.servers.verdict import Outcome, Verdict, because
 
 INEXACT = "scale-inexact"
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What reading F32 scales showed: names of the tensors that were read, and what E8M0 cannot hold, by tensor name."""
+    """The outcome of reading F32 scales: names of the tensors that were read, and what E8M0 cannot hold, by tensor name."""
 
     read: frozenset[str] = frozenset()
     inexact: Mapping[str, str] = field(default_factory=dict)
 
     def inexact_of(self, layer: LayerDescription) -> tuple[str, ...]:
-        """Names of a layer's scale tensors that hold a value E8M0 cannot."""
+        """Return the names of a layer's scale tensors that hold a value E8M0 cannot."""
         return tuple(t.name for t in f32_scales(layer) if t.name in self.inexact) if self.inexact else ()
 
 
@@ -33,22 +33,23 @@ UNREAD = Scales()
 
 
 def f32_scales(layer: LayerDescription) -> tuple[TensorInfo, ...]:
-    """Every F32 block scale of a layer's experts, the shared one's first."""
+    """List every F32 block scale of a layer's experts, the shared one's first."""
     return (*shared_f32_scales(layer), *routed_f32_scales(layer))
 
 
 def shared_f32_scales(layer: LayerDescription) -> tuple[TensorInfo, ...]:
-    """The F32 block scales of a layer's shared expert."""
+    """List the F32 block scales of a layer's shared expert."""
     return tuple(_f32(layer.shared)) if layer.shared else ()
 
 
 def routed_f32_scales(layer: LayerDescription) -> tuple[TensorInfo, ...]:
-    """The F32 block scales of a layer's routed experts."""
+    """List the F32 block scales of a layer's routed experts."""
     return tuple(_f32(layer.routed)) if layer.routed else ()
 
 
 def _f32(group: ExpertGroup) -> Iterable[TensorInfo]:
-    names = {r: f.scale for r, f in group.formats.items() if f.scale and f.kind is Kind.FP8_BLOCK and f.scale_dtype == "F32"}
+    blocks = ((r, f) for r, f in group.formats.items() if f.kind is StorageKind.FP8_BLOCK and f.scale_dtype == "F32")
+    names = {r: f.scale for r, f in blocks if f.scale}
     if not names:
         return ()
     return chain.from_iterable((e.projections[role].parts[scale] for role, scale in names.items()) for e in group.experts)
@@ -62,4 +63,4 @@ def with_scales(layer: LayerDescription, verdict: Verdict, scales: Scales) -> Ve
     if not verdict.fused or not scales.inexact_of(layer):
         return verdict
     message = "F32 scales are no powers of two, which is all that the kernel's E8M0 scales can hold"
-    return Verdict(Outcome.UNFUSED, (Reason(INEXACT, message, "requantise to E8M0 scales first"),))
+    return because(Outcome.UNFUSED, INEXACT, message, "requantise to E8M0 scales first")

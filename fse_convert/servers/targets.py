@@ -1,23 +1,28 @@
 """Kernel contracts and server releases as data, each row with the release and file that it was read from.
 
-To add a release, add a row to `TARGETS`. A *contract* is what DeepGEMM's MegaMoE kernel asks of shapes; a *target* is
-a server release that calls it, with what the server's own code adds to it. This is the native MegaMoE fusion of NVIDIA
-GPUs; shared experts that become extra routed experts are another question (`fusion.slots`, `fusion.aiter`).
+To add a release, add a row to `TARGETS` (of vLLM on ROCm, to `RELEASES` of `fse_convert.servers.aiter.vllm_config`). A
+*contract* is what DeepGEMM's MegaMoE kernel asks of shapes; a *target* is a server release that calls it, with what the
+server's own code adds to it. This is the native MegaMoE fusion of NVIDIA GPUs; shared experts that become extra routed
+experts are another question (`fse_convert.servers.slots`, `fse_convert.servers.aiter`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import Enum
 from math import lcm
+from typing import Protocol, TypeVar
 
-from fse_convert.model.formats import E8M0_DTYPES, Kind
+from fse_convert.errors import Problem, UsageError
+from fse_convert.model.formats import E8M0_DTYPES, StorageKind
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a generation of the MegaMoE kernel asks of shapes: the multiples that hidden size and width must be of."""
+    """The multiples that a generation of the MegaMoE kernel asks hidden size and width to be of."""
 
     name: str
     width_multiple: int
@@ -42,21 +47,28 @@ MEGAMOE_128 = Contract(
 )
 CONTRACTS: Mapping[str, Contract] = {c.name: c for c in (MEGAMOE_512, MEGAMOE_128)}
 
-Pairings = Mapping[Kind, tuple[Kind, ...]]
-"""Which shared formats join a launch, by the routed format. FP8 means E4M3 with UE8M0 block scales."""
+Pairings = Mapping[StorageKind, tuple[StorageKind, ...]]
+"""The shared formats that join a launch, by the routed format. FP8 means E4M3 with UE8M0 block scales."""
 
-FP8_SHARED: Pairings = {Kind.MXFP4: (Kind.FP8_BLOCK,), Kind.FP8_BLOCK: (Kind.FP8_BLOCK,)}
+FP8_SHARED: Pairings = {
+    StorageKind.MXFP4: (StorageKind.FP8_BLOCK,),
+    StorageKind.FP8_BLOCK: (StorageKind.FP8_BLOCK,),
+}
 """The kernel's mma types fp8xfp4 and fp8xfp8."""
-FP4_ONLY: Pairings = {Kind.MXFP4: (Kind.FP8_BLOCK,)}
+FP4_ONLY: Pairings = {StorageKind.MXFP4: (StorageKind.FP8_BLOCK,)}
 """vLLM's DeepSeek-V4 models: they always ask for MEGA_MOE_MXFP4 (0.33 models/deepseek_v4/nvidia/model.py:389)."""
-FP4_OR_NVFP4_ALONE: Pairings = {**FP4_ONLY, Kind.NVFP4: ()}
+FP4_OR_NVFP4_ALONE: Pairings = {**FP4_ONLY, StorageKind.NVFP4: ()}
 """SGLang: nvfp4xnvfp4 launches run without a shared expert (0.5.23 layers/moe/mega_moe.py:203)."""
-VLLM_0_33_CLASS: Pairings = {**FP8_SHARED, Kind.NVFP4: (Kind.FP8_BLOCK, Kind.PLAIN), Kind.PLAIN: (Kind.PLAIN,)}
-"""All that vLLM 0.33's class could do (deep_gemm_mega_moe.py:142-185); no model of that release asks for the last two."""
-
 
 CONTRACT = "contract"
 """The engine of rows that are bare contracts."""
+
+
+class HeldTwice(str, Enum):
+    """Weights that a server keeps in two layouts after loading."""
+
+    ROUTED_SCALES = "routed scales"
+    SHARED_GATE_UP = "shared gate, up"
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,8 @@ class Target:
     ``shared_blocks``: scale blocks its fusion accepts (None: any with a multiple of 32 columns). ``scale_dtypes``: of the
     shared expert's scales in the checkpoint. ``model_types``: whose model code has the path (empty: any), ``beside``: whose
     model code runs MegaMoE and always keeps the shared expert out of it. ``rules``: what the model code asks of config.json.
+    ``held_twice``: what it keeps two copies of. ``slots``: where its gate of slot fusion was read, for the same model types
+    (empty: it has none). ``started_with``: flags and hardware.
     """
 
     name: str
@@ -84,21 +98,23 @@ class Target:
     release: str
     contract: Contract
     source: str
+    started_with: str
     fuses: bool = True
     routed_pad: int = 0
     hidden_multiple: int = 0
     pairings: Pairings = field(default_factory=lambda: FP4_ONLY)
-    multiples: Mapping[Kind, tuple[int, int]] = field(default_factory=dict)
+    multiples: Mapping[StorageKind, tuple[int, int]] = field(default_factory=dict)
     shared_blocks: tuple[tuple[int, int], ...] | None = None
     scale_dtypes: tuple[str, ...] = E8M0_DTYPES
     model_types: frozenset[str] = frozenset({"deepseek_v4", "deepseek_v41"})
     beside: frozenset[str] = frozenset()
     rules: tuple[ConfigRule, ...] = ()
-    needs: str = ""
+    held_twice: frozenset[HeldTwice] = frozenset()
+    slots: str = ""
 
     @property
     def is_contract(self) -> bool:
-        """Whether this is no server but a bare kernel contract."""
+        """True for a bare kernel contract, which is not a server."""
         return self.engine == CONTRACT
 
     @property
@@ -109,21 +125,25 @@ class Target:
 
 V4_ONLY = frozenset({"deepseek_v4"})
 KIMI_K3 = frozenset({"kimi_k3"})
-VLLM_NEEDS = "SM100, --moe-backend deep_gemm_mega_moe, --enable-expert-parallel, TP 1 or sequence parallel"
-SGLANG_NEEDS = "SM100, --moe-a2a-backend megamoe"
+VLLM = "SM100, --moe-backend deep_gemm_mega_moe, --enable-expert-parallel, TP 1 or sequence parallel"
+SGLANG = "SM100, --moe-a2a-backend megamoe"
 SGLANG_SCALES = (*E8M0_DTYPES, "F32")
 """SGLang loads scales as FP32 and rounds them to UE8M0 (0.5.23 layers/quantization/fp8.py:1694-1719)."""
-NVFP4_256 = {Kind.NVFP4: (256, 256)}
+NVFP4_256 = {StorageKind.NVFP4: (256, 256)}
 VLLM_RULES = (ConfigRule("scoring_func", ("sqrtsoftplus",)), ConfigRule("expert_dtype", ("fp4",)))
 """DeepseekV4MoE.__init__ raises otherwise: 0.29 models/deepseek_v4/nvidia/model.py:780-790."""
 VLLM_RULES_0_31 = (*VLLM_RULES, ConfigRule("norm_topk_prob", (True,)))
 """Since 0.31 (model.py:839) also without normalised top-k probabilities."""
+SGLANG_SCALES_TWICE = frozenset({HeldTwice.ROUTED_SCALES})
+"""Interleaved, and as UTCCP takes them: 0.5.20 layers/moe/mega_moe.py:398-408, 0.5.23 :670-701."""
+SGLANG_TWICE = SGLANG_SCALES_TWICE | {HeldTwice.SHARED_GATE_UP}
+"""Since fusion also the shared L1 weights, for the path above the token cap: 0.5.23 layers/moe/mega_moe.py:706-717."""
 
 
 def _contract_row(contract: Contract) -> Target:
     return Target(
-        contract.name, CONTRACT, contract.kernels, contract, contract.source,
-        pairings=FP8_SHARED, model_types=frozenset(), needs="SM100",
+        contract.name, CONTRACT, contract.kernels, contract, contract.source, "SM100",
+        pairings=FP8_SHARED, model_types=frozenset(),
     )  # fmt: skip
 
 
@@ -131,60 +151,65 @@ TARGETS: tuple[Target, ...] = (
     _contract_row(MEGAMOE_512),
     _contract_row(MEGAMOE_128),
     Target(
-        "vllm-0.29", "vLLM", "0.29", MEGAMOE_512, "models/deepseek_v4/nvidia/model.py:336, 394-455 (DeepGEMM 2.6.1)",
-        model_types=V4_ONLY, beside=KIMI_K3, rules=VLLM_RULES, needs=VLLM_NEEDS,
+        "vllm-0.29", "vLLM", "0.29", MEGAMOE_512, "models/deepseek_v4/nvidia/model.py:336, 394-455 (DeepGEMM 2.6.1)", VLLM,
+        model_types=V4_ONLY, beside=KIMI_K3, rules=VLLM_RULES,
     ),
     Target(
-        "vllm-0.30", "vLLM", "0.30", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:412-441, 516-534",
-        routed_pad=512, beside=KIMI_K3, rules=VLLM_RULES, needs=VLLM_NEEDS,
+        "vllm-0.30", "vLLM", "0.30", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:412-441, 516-534", VLLM,
+        routed_pad=512, beside=KIMI_K3, rules=VLLM_RULES,
     ),
     Target(
-        "vllm-0.31", "vLLM", "0.31", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:370, 443-475, 835-849",
-        beside=KIMI_K3, rules=VLLM_RULES_0_31, needs=VLLM_NEEDS,
+        "vllm-0.31", "vLLM", "0.31", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:370, 443-475, 835-849", VLLM,
+        beside=KIMI_K3, rules=VLLM_RULES_0_31,
     ),
     Target(
-        "vllm-0.32", "vLLM", "0.32", MEGAMOE_128, "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:195-298, 461",
-        beside=KIMI_K3, rules=VLLM_RULES_0_31, needs=VLLM_NEEDS,
+        "vllm-0.32", "vLLM", "0.32", MEGAMOE_128, "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:195-298, 461", VLLM,
+        beside=KIMI_K3, rules=VLLM_RULES_0_31,
     ),
     Target(
-        "vllm-0.33", "vLLM", "0.33", MEGAMOE_128, "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:202, 214-245, 338-384",
-        beside=KIMI_K3 | {"step5"}, rules=VLLM_RULES_0_31, needs=VLLM_NEEDS,
+        "vllm-0.33", "vLLM", "0.33", MEGAMOE_128,
+        "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:202, 214-245, 338-384", VLLM,
+        beside=KIMI_K3 | {"step5"}, rules=VLLM_RULES_0_31,
     ),
     Target(
-        "sglang-0.5.20", "SGLang", "0.5.20", MEGAMOE_128, "layers/moe/mega_moe.py (no shape check; sgl-deep-gemm 0.2.0)",
-        fuses=False, pairings=FP4_OR_NVFP4_ALONE, model_types=V4_ONLY, needs=SGLANG_NEEDS,
+        "sglang-0.5.20", "SGLang", "0.5.20", MEGAMOE_128, "layers/moe/mega_moe.py (no shape check; sgl-deep-gemm 0.2.0)", SGLANG,
+        fuses=False, pairings=FP4_OR_NVFP4_ALONE, model_types=V4_ONLY,
+        held_twice=SGLANG_SCALES_TWICE, slots="models/deepseek_v4.py:3418-3444",
     ),
     Target(
-        "sglang-0.5.21", "SGLang", "0.5.21", MEGAMOE_512, "layers/moe/mega_moe.py:99-111",
-        fuses=False, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, needs=SGLANG_NEEDS,
+        "sglang-0.5.21", "SGLang", "0.5.21", MEGAMOE_512, "layers/moe/mega_moe.py:99-111", SGLANG,
+        fuses=False, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256,
+        held_twice=SGLANG_SCALES_TWICE, slots="models/deepseek_v4.py:5045-5071",
     ),
     Target(
-        "sglang-0.5.22", "SGLang", "0.5.22", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 194-204",
+        "sglang-0.5.22", "SGLang", "0.5.22", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 194-204", SGLANG,
         hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, shared_blocks=((128, 128),),
-        scale_dtypes=SGLANG_SCALES, needs=SGLANG_NEEDS,
+        scale_dtypes=SGLANG_SCALES, held_twice=SGLANG_TWICE, slots="models/deepseek_v4.py:4791-4817",
     ),
     Target(
-        "sglang-0.5.23", "SGLang", "0.5.23", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 196-207",
-        hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, scale_dtypes=SGLANG_SCALES, needs=SGLANG_NEEDS,
+        "sglang-0.5.23", "SGLang", "0.5.23", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 196-207", SGLANG,
+        hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, scale_dtypes=SGLANG_SCALES,
+        held_twice=SGLANG_TWICE, slots="models/deepseek_v4.py:4864-4890, layers/moe/fused_moe_triton/layer.py:1043-1110",
     ),
     Target(
         "tensorrt-llm", "TensorRT-LLM", "main (2026-08)", MEGAMOE_512,
         "_torch/modules/fused_moe/mega_moe/mega_moe_deepgemm.py (MegaMoEDeepGemm)",
-        fuses=False, needs="SM100, moe_backend MEGAMOE_DEEPGEMM, attention DP; V4.1's architecture is not confirmed",
+        "SM100, moe_backend MEGAMOE_DEEPGEMM, attention DP; V4.1's architecture is not confirmed",
+        fuses=False,
     ),
 )  # fmt: skip
 
 
 def needed_contract(target: Target) -> Contract:
-    """The contract that a converted checkpoint must meet for this target.
+    """Return the contract that a converted checkpoint must meet for this target.
 
     A server that pads routed experts itself (vLLM 0.30, to 512) demands that width of the shared expert too.
     """
     return MEGAMOE_512 if target.routed_pad == MEGAMOE_512.width_multiple else target.contract
 
 
-def width_multiple(target: Target, routed: Kind) -> int:
-    """What one expert's width must be a multiple of in a checkpoint converted for a target, with such routed experts.
+def width_multiple(target: Target, routed: StorageKind) -> int:
+    """Return the multiple that one expert's width must be of in a checkpoint converted for a target, with such routed experts.
 
     It must meet the kernel's contract, and the server's own rule for the format: SGLang takes NVFP4 at multiples of 256.
     """
@@ -201,3 +226,24 @@ def for_version(engine: str, version: str) -> Target:
     """Find the row for an installed server: that of its release (``0.5.22rc1`` is of 0.5.22), else the engine's newest one."""
     rows = [t for t in TARGETS if t.engine == engine]
     return next((t for t in rows if re.match(rf"{re.escape(t.release)}(?!\d)", version)), rows[-1])
+
+
+class Named(Protocol):
+    """A row that has a name."""
+
+    @property
+    def name(self) -> str:
+        """The name."""
+
+
+Row = TypeVar("Row", bound=Named)
+
+
+def find_or_suggest(name: str, rows: Iterable[Row]) -> Row:
+    """Find the target that a user names among some; raises UsageError with the nearest name."""
+    by_name = {row.name: row for row in rows}
+    if name in by_name:
+        return by_name[name]
+    close = get_close_matches(name, by_name, n=1)
+    hint = f"did you mean {close[0]}?" if close else "see: fse-convert targets"
+    raise UsageError(Problem("target-unknown", f"no target {name!r}", "--target", hint))

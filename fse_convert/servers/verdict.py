@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
+
+from fse_convert.errors import Problem
+
+Reason = Problem
+"""Why a layer is not fused, or what to know of a verdict. ``where`` is empty, so that a reason is the same in every layer."""
 
 
 class Outcome(str, Enum):
-    """What the server does with a layer's shared expert."""
+    """The fate of a layer's shared expert in a server."""
 
     FUSED = "fused"
     UNFUSED = "unfused"
     REFUSED = "refused"
     ERROR = "error"
     UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why a layer is not fused: a stable code, what was expected and found, and what to do about it."""
-
-    code: str
-    message: str
-    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +34,31 @@ class Verdict:
 
     @property
     def fused(self) -> bool:
-        """Whether the shared expert runs fused."""
+        """True where the shared expert runs fused."""
         return self.outcome is Outcome.FUSED
 
 
 FUSED = Verdict(Outcome.FUSED)
+NO_SHARED_EXPERT = Verdict(Outcome.UNFUSED, (Reason("no-shared-expert", "the layer has no shared expert"),))
+
+
+def because(outcome: Outcome, code: str, message: str, hint: str = "") -> Verdict:
+    """Make a verdict of one reason."""
+    return Verdict(outcome, (Reason(code, message, hint=hint),))
+
+
+def not_understood(problems: Iterable[Problem]) -> Verdict:
+    """Make the verdict of a layer that has problems; it does not name their places."""
+    return Verdict(Outcome.UNKNOWN, tuple(replace(problem, where="") for problem in problems))
 
 
 def whole(verdicts: tuple[Verdict, ...]) -> Verdict:
-    """The model's verdict where each layer stands for itself: fused when all are, else the first worst, with every reason."""
+    """Make the model's verdict where each layer stands for itself: fused when all are, else the first worst, with every reason."""
     if not verdicts:
-        return Verdict(Outcome.UNFUSED, (Reason("no-moe-layers", "there is no layer with experts"),))
+        return because(Outcome.UNFUSED, "no-moe-layers", "there is no layer with experts")
     order = (Outcome.ERROR, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNFUSED)
-    found = {v.outcome for v in verdicts}
-    worst = next((outcome for outcome in order if outcome in found), None)
+    outcomes = {v.outcome for v in verdicts}
+    worst = next((outcome for outcome in order if outcome in outcomes), None)
     if worst is None:
         return FUSED
     return Verdict(worst, tuple(dict.fromkeys(r for v in verdicts for r in v.reasons)))

@@ -9,11 +9,11 @@ from typing import Any
 
 from fse_convert.checkpoint.header import BITS, Header, TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.model.describe import Description, describe
+from fse_convert.model.description import Description
 from fse_convert.plan.advice import Plans
 from fse_convert.plan.planner import planner
 from fse_convert.plan.source import describe_source
-from fse_convert.servers.judge import Subject, subject
+from fse_convert.servers.judge import Subject
 from fse_convert.testing.kinds import FORMATS
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -154,9 +154,9 @@ def plans_of(about: Subject, tensors: Tensors) -> Plans:
 
 def description_of(config: Mapping[str, Any], tensors: Tensors) -> Description:
     """Describe a model in memory."""
-    return describe(checkpoint(config, tensors))
+    return describe_source(checkpoint(config, tensors)).description
 
 
 def subject_of(config: Mapping[str, Any], tensors: Tensors, quant_config: Mapping[str, Any] | None = None) -> Subject:
-    """Return what servers judge of a model in memory."""
-    return subject(config, quant_config, description_of(config, tensors))
+    """Return what the rules see of a model in memory."""
+    return describe_source(checkpoint(config, tensors, quant_config)).subject

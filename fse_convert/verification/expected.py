@@ -14,8 +14,8 @@ from typing import Any
 
 from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.checkpoint.reader import Shard
-from fse_convert.model.describe import Description, ExpertGroup, LayerDescription
-from fse_convert.model.formats import Format, Kind
+from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.plan.source import Source
 
@@ -89,11 +89,11 @@ def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
     """Rows and columns of the logical matrix that one stored element stands for (0 columns: all); None for scalars."""
     if suffix == f.weight:
         return (1, 2) if f.weight_dtype in ("I8", "U8") else (1, 1)
-    if suffix != f.scale or f.kind is Kind.FP8_TENSOR:
+    if suffix != f.scale or f.kind is StorageKind.FP8_TENSOR:
         return None
-    if f.kind is Kind.FP8_CHANNEL:
+    if f.kind is StorageKind.FP8_CHANNEL:
         return 1, 0
-    return {Kind.MXFP4: (1, 32), Kind.NVFP4: (1, 16)}.get(f.kind, f.block)
+    return {StorageKind.MXFP4: (1, 32), StorageKind.NVFP4: (1, 16)}.get(f.kind, f.block)
 
 
 def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) -> tuple[int, ...]:
@@ -116,7 +116,9 @@ def kernel_experts(description: Description, verdicts: Mapping[str, str], width:
     return [
         KernelExpert(f"{d.layer.name}.experts", d.shared, width)
         for d in description.layers
-        if d.shared and verdicts.get(d.layer.name) == FUSED and {f.kind for f in d.shared.formats.values()} == {Kind.FP8_BLOCK}
+        if d.shared
+        and verdicts.get(d.layer.name) == FUSED
+        and {f.kind for f in d.shared.formats.values()} == {StorageKind.FP8_BLOCK}
     ]
 
 

@@ -25,10 +25,11 @@ with atheris.instrument_imports(include=["fse_convert"]):
     from fse_convert.checkpoint.reader import open_checkpoint
     from fse_convert.errors import FseConvertError, InvalidCheckpoint
     from fse_convert.model.describe import describe
+    from fse_convert.model.quantization import read_quantization
     from fse_convert.plan.notes import notes
     from fse_convert.plan.plan import Options
     from fse_convert.plan.planner import make_plan
-    from fse_convert.servers.judge import judge, subject
+    from fse_convert.servers.judge import Subject, judge
     from fse_convert.servers.targets import TARGETS
     from fse_convert.testing.memory import Model, matrix
 
@@ -82,8 +83,9 @@ def checkpoint(data: bytes) -> None:
     contents |= {name: with_payload(raw) for name, raw in zip(SHARDS, parts[2:4], strict=True) if raw}
     try:
         opened = open_checkpoint(Memory(contents))
-        description = describe(opened)
-        judge(subject(opened.config, opened.quant_config, description))
+        quantization = read_quantization(opened.config, opened.quant_config)
+        description = describe(opened, quantization)
+        judge(Subject(opened.config, opened.quant_config, quantization, description))
         COUNTS["accepted"] += 1
     except FseConvertError:
         COUNTS["refused"] += 1

@@ -1,14 +1,21 @@
-"""Stale and contradicting quantisation configs, told by how experts are stored."""
+"""Configs that the stored tensors contradict: stale quantisation, wrong numbers, layers and experts that are missing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fse_convert.model.consistency import covered, header_conflicts
-from fse_convert.model.quantization import read_quantization
-from fse_convert.testing.memory import Model
+from fse_convert.model.consistency import covered, expected_layers
+from fse_convert.model.families import find_family
+from fse_convert.model.moe import LayerKind, MoELayer
+from fse_convert.testing.memory import PROJ, Model, Tensors, description_of, expert, subject_of
+from fse_convert.testing.patch import drop
+
+Source = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 
@@ -17,7 +24,8 @@ def conflicts(model: Model, quant: dict[str, Any] | None, file: dict[str, Any] |
     config = {k: v for k, v in model.full_config().items() if k != "quantization_config"} | (
         {"quantization_config": quant} if quant else {}
     )
-    return [str(c) for c in header_conflicts(read_quantization(config, file), model.subject().description)]
+    found = subject_of(config, model.tensors(), file).description.conflicts
+    return [str(c) for c in found if c.code.startswith("quantization-")]
 
 
 def test_a_config_that_fits_has_none() -> None:
@@ -91,3 +99,105 @@ def test_modelopts_own_file_is_read_where_config_json_says_nothing() -> None:
 )
 def test_what_an_entry_may_mean(entry: str, yes: bool) -> None:
     assert covered([entry], "layers.1.ffn.experts") is yes
+
+
+def gaps(config: dict[str, Any], tensors: Tensors) -> list[str]:
+    return [f"{p.code}: {p.message}" for p in description_of(config, tensors).gaps]
+
+
+def without(model: Model, *prefixes: str) -> Tensors:
+    return {n: t for n, t in model.tensors().items() if not n.startswith(prefixes)}
+
+
+def test_whole_models_have_no_gaps() -> None:
+    for model in (Model(), Model(layers=1, mtp=0), Model(layers=5, mtp=3, experts=7)):
+        assert gaps(model.full_config(), model.tensors()) == []
+
+
+@pytest.mark.parametrize("layer", ["layers.0", "layers.1", "layers.3"])
+def test_a_layer_without_experts_is_missing_where_the_config_speaks_of_it(layer: str) -> None:
+    model = Model(layers=4)
+    number = layer.rpartition(".")[2]
+    assert gaps(model.full_config(), without(model, f"{layer}.ffn.")) == [
+        f"layers-missing: no experts in decoder layers {number} (1 of 4), which the config says have some"
+    ]
+
+
+def test_a_layer_that_lacks_its_last_expert() -> None:
+    model = Model(layers=3, experts=4)
+    assert gaps(model.full_config(), without(model, "layers.1.ffn.experts.3.")) == [
+        "experts-missing: 1 of 3 decoder layers have another number of routed experts: 3 routed experts in layers.1.ffn, expected 4"
+    ]
+
+
+def test_a_layer_with_its_shared_expert_alone() -> None:
+    model = Model(layers=3, experts=4)
+    assert "0 routed experts in layers.1.ffn, expected 4" in gaps(model.full_config(), without(model, "layers.1.ffn.experts."))[0]
+
+
+def test_a_config_that_all_layers_contradict_is_a_conflict_only() -> None:
+    model = Model(layers=3, experts=4, config={"n_routed_experts": 8})
+    assert gaps(model.full_config(), model.tensors()) == []
+
+
+def test_mtp_layers_have_a_number_of_their_own() -> None:
+    model = Model(layers=2, mtp=2, experts=4, config={"dspark_n_routed_experts": 4})
+    assert gaps(model.full_config(), model.tensors()) == []
+    cut = without(model, "mtp.0.ffn.experts.3.", "mtp.1.ffn.experts.3.")
+    assert "2 of 2 MTP layers" in gaps(model.full_config(), cut)[0]
+    assert gaps({**model.full_config(), "dspark_n_routed_experts": 3}, cut) == []
+
+
+def _expected(model_type: str, config: dict[str, Any], first: int = 1) -> list[int]:
+    found = {"model_type": model_type, "moe_intermediate_size": 8, **config}
+    family = find_family(found)
+    assert family is not None
+    return sorted(expected_layers(family, found, [MoELayer("x", LayerKind.DECODER, first, (), None, None, ())]))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "layers"),
+    [
+        ("deepseek_v3", {"num_hidden_layers": 5, "first_k_dense_replace": 3}, [3, 4]),
+        ("deepseek_v3", {"num_hidden_layers": 5, "first_k_dense_replace": 1, "moe_layer_freq": 2}, [2, 4]),
+        ("deepseek_v3", {"num_hidden_layers": 4}, [1, 2, 3]),
+        ("deepseek_v3", {}, []),
+        ("kimi_linear", {"num_hidden_layers": 4, "moe_layer_freq": [0, 1, 0, 1]}, [1, 3]),
+        ("glm_moe_dsa", {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]}, [1, 2]),
+        ("qwen3_next", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, [1]),
+        ("qwen3_next", {"num_hidden_layers": 3, "decoder_sparse_step": 1, "mlp_only_layers": []}, [0, 1, 2]),
+        (
+            "ernie4_5_moe",
+            {"num_hidden_layers": 6, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 2},
+            [1, 3, 5],
+        ),
+        ("deepseek_v4", {"num_hidden_layers": 2, "mlp_layer_types": ["hash_moe", "moe"]}, [0, 1]),
+        ("llama4", {"num_hidden_layers": 4}, []),
+    ],
+)
+def test_which_layers_have_experts(model_type: str, config: dict[str, Any], layers: list[int]) -> None:
+    assert _expected(model_type, config) == layers
+
+
+def test_dense_layers_are_no_gap() -> None:
+    tensors: Tensors = {}
+    for i in (1, 2):
+        for e in range(2):
+            tensors |= expert(f"model.layers.{i}.mlp.experts.{e}", "bf16", 256, 512, PROJ)
+        tensors |= expert(f"model.layers.{i}.mlp.shared_experts", "bf16", 256, 512, PROJ)
+    config = {"model_type": "deepseek_v3", "n_routed_experts": 2, "moe_intermediate_size": 256, "num_hidden_layers": 3}
+    assert gaps({**config, "first_k_dense_replace": 1}, tensors) == []
+    assert gaps({**config, "first_k_dense_replace": 0}, tensors) != []
+
+
+def test_convert_and_inspect_refuse_what_is_incomplete(source: Source, tmp_path: Path, run: Run) -> None:
+    root = source()
+    for p in (1, 2, 3):
+        for suffix in ("weight", "scale"):
+            drop(root, f"layers.1.ffn.experts.2.w{p}.{suffix}")
+    code, _, err = run(root, tmp_path / "out", "--allow-unfused")
+    assert code == 3
+    assert "error[experts-missing]" in err
+    code, _, err = run("inspect", root)
+    assert code == 3
+    assert "error[experts-missing]" in err

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from fse_convert.model.describe import KERNEL_TENSOR, LOAD_CONFLICTS, NOT_UNDERSTOOD, Description, block_hint
+from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.describe import KERNEL_TENSOR
+from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.testing.memory import PROJ, Model, Tensors, description_of, expert
 
@@ -160,12 +162,6 @@ def test_fp8_beside_a_block_size_that_it_does_not_have(shared: str) -> None:
     found = describe(Model(shared=shared, config={"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
     assert found.problems == ()
     assert [c.code for c in found.conflicts] == ([] if shared == "mxfp8" else ["config-block"])
-
-
-@pytest.mark.parametrize("size", [None, "128", [128], [128, 0], [128, "128"], [True, 128]])
-def test_a_block_size_that_is_none_is_no_hint(size: object) -> None:
-    assert block_hint({"quantization_config": {"quant_method": "fp8", "weight_block_size": size}}) is None
-    assert block_hint({"quantization_config": {"quant_method": "quark", "weight_block_size": [1, 32]}}) is None
 
 
 def test_an_unknown_family_is_not_guessed_but_what_was_seen_is_said() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.model.formats import NVFP4_GROUP, Format, FormatError, Kind, NaN, Tile, read_format
+from fse_convert.model.formats import Format, FormatError, NaN, StorageKind, Tile, read_format
 from fse_convert.testing.memory import matrix
 
 N, K = 256, 512
@@ -22,25 +22,25 @@ def read(store: str, hint: tuple[int, int] | None = None, n: int = N, k: int = K
 @pytest.mark.parametrize(
     ("store", "kind", "block", "label"),
     [
-        ("bf16", Kind.PLAIN, None, "BF16"),
-        ("f16", Kind.PLAIN, None, "F16"),
-        ("fp8-128", Kind.FP8_BLOCK, (128, 128), "FP8 128x128 E8M0"),
-        ("fp8-32", Kind.FP8_BLOCK, (32, 32), "FP8 32x32 E8M0"),
-        ("fp8-32-u8", Kind.FP8_BLOCK, (32, 32), "FP8 32x32 E8M0 (U8)"),
-        ("fp8-128-f32", Kind.FP8_BLOCK, (128, 128), "FP8 128x128 F32"),
-        ("fp8-128-bf16", Kind.FP8_BLOCK, (128, 128), "FP8 128x128 BF16"),
-        ("mxfp8", Kind.FP8_BLOCK, (1, 32), "MXFP8"),
-        ("mxfp8-u8", Kind.FP8_BLOCK, (1, 32), "MXFP8 (U8 scales)"),
-        ("fp8-tensor", Kind.FP8_TENSOR, None, "FP8 per tensor"),
-        ("fp8-channel", Kind.FP8_CHANNEL, None, "FP8 per channel"),
-        ("mxfp4", Kind.MXFP4, (1, 32), "MXFP4"),
-        ("mxfp4-u8", Kind.MXFP4, (1, 32), "MXFP4"),
-        ("mxfp4-packed", Kind.MXFP4, (1, 32), "MXFP4"),
-        ("nvfp4", Kind.NVFP4, (1, NVFP4_GROUP), "NVFP4"),
-        ("nvfp4-packed", Kind.NVFP4, (1, NVFP4_GROUP), "NVFP4"),
+        ("bf16", StorageKind.PLAIN, None, "BF16"),
+        ("f16", StorageKind.PLAIN, None, "F16"),
+        ("fp8-128", StorageKind.FP8_BLOCK, (128, 128), "FP8 128x128 E8M0"),
+        ("fp8-32", StorageKind.FP8_BLOCK, (32, 32), "FP8 32x32 E8M0"),
+        ("fp8-32-u8", StorageKind.FP8_BLOCK, (32, 32), "FP8 32x32 E8M0 (U8)"),
+        ("fp8-128-f32", StorageKind.FP8_BLOCK, (128, 128), "FP8 128x128 F32"),
+        ("fp8-128-bf16", StorageKind.FP8_BLOCK, (128, 128), "FP8 128x128 BF16"),
+        ("mxfp8", StorageKind.FP8_BLOCK, (1, 32), "MXFP8"),
+        ("mxfp8-u8", StorageKind.FP8_BLOCK, (1, 32), "MXFP8 (U8 scales)"),
+        ("fp8-tensor", StorageKind.FP8_TENSOR, None, "FP8 per tensor"),
+        ("fp8-channel", StorageKind.FP8_CHANNEL, None, "FP8 per channel"),
+        ("mxfp4", StorageKind.MXFP4, (1, 32), "MXFP4"),
+        ("mxfp4-u8", StorageKind.MXFP4, (1, 32), "MXFP4"),
+        ("mxfp4-packed", StorageKind.MXFP4, (1, 32), "MXFP4"),
+        ("nvfp4", StorageKind.NVFP4, (1, 16), "NVFP4"),
+        ("nvfp4-packed", StorageKind.NVFP4, (1, 16), "NVFP4"),
     ],
 )
-def test_a_format_is_read_from_dtypes_and_shapes(store: str, kind: Kind, block: tuple[int, int] | None, label: str) -> None:
+def test_a_format_is_read_from_dtypes_and_shapes(store: str, kind: StorageKind, block: tuple[int, int] | None, label: str) -> None:
     f = read(store)
     assert (f.kind, f.block, f.label, f.shape) == (kind, block, label, (N, K))
     assert set(f.tiles) == set(matrix(store, N, K))
@@ -76,8 +76,8 @@ def test_the_element_that_pads_is_zero_for_weights_and_one_for_scales() -> None:
 def test_formats_that_are_not_supported_are_named(store: str, code: str, says: str) -> None:
     with pytest.raises(FormatError) as e:
         read(store)
-    assert e.value.code == code
-    assert says in f"{e.value.suffix} {e.value}"
+    assert e.value.problem.code == code
+    assert says in f"{e.value.problem.where} {e.value}"
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_eight_bit_integers_are_not_packed_fp4(scale: tuple[str, tuple[int, ...]
     """Ascend's int8 has the dtype of packed FP4; the scale's shape tells them apart."""
     with pytest.raises(FormatError) as e:
         read_format(parts(weight=("I8", (N, K)), weight_scale=scale))
-    assert e.value.code == "scale-geometry"
-    assert "8-bit integers are not packed FP4" in e.value.hint
+    assert e.value.problem.code == "scale-geometry"
+    assert "8-bit integers are not packed FP4" in e.value.problem.hint
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_eight_bit_integers_are_not_packed_fp4(scale: tuple[str, tuple[int, ...]
 def test_headers_that_make_no_format(tensors: dict[str, tuple[str, tuple[int, ...]]], code: str) -> None:
     with pytest.raises(FormatError) as e:
         read_format(parts(**tensors))
-    assert e.value.code == code
+    assert e.value.problem.code == code
 
 
 def test_a_partial_last_block_needs_the_configs_block_only_where_it_is_ambiguous() -> None:
@@ -128,7 +128,7 @@ def test_a_partial_last_block_needs_the_configs_block_only_where_it_is_ambiguous
 def test_the_config_is_not_believed_against_the_headers() -> None:
     assert read("fp8-32", (128, 128)).block == (32, 32)
     assert read("mxfp8", (128, 128)).block == (1, 32)
-    assert read("fp8-channel", (128, 128)).kind is Kind.FP8_CHANNEL
+    assert read("fp8-channel", (128, 128)).kind is StorageKind.FP8_CHANNEL
     for shape in ((3, 4), (4, 32), (2, 2)):
         with pytest.raises(FormatError):
             read_format(parts(weight=("F8_E4M3", (N, K)), scale=("F8_E8M0", shape)), (32, 32))
@@ -136,7 +136,7 @@ def test_the_config_is_not_believed_against_the_headers() -> None:
 
 def test_one_scale_per_row_is_a_block_where_the_config_says_so() -> None:
     rows = parts(weight=("F8_E4M3", (N, 128)), weight_scale=("F32", (N, 1)))
-    assert read_format(rows).kind is Kind.FP8_CHANNEL
+    assert read_format(rows).kind is StorageKind.FP8_CHANNEL
     assert read_format(rows, (1, 128)).block == (1, 128)
 
 

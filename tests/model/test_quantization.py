@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fse_convert.model.quantization import Quantization, read_quantization
-from fse_convert.servers.aiter.vllm_config import NEWEST, RELEASES, Kind, build_vllm_quant, is_since
+from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, build_vllm_quant, is_since
+from fse_convert.servers.verdict import Outcome
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}}
@@ -37,6 +38,16 @@ JSON = st.recursive(
 )
 
 
+NEWEST = RELEASES["0.33"]
+
+
+def instead(quantization: Quantization) -> tuple[Outcome, str]:
+    """The verdict of a server that builds no quantisation object: outcome and message."""
+    found = build_vllm_quant(quantization, "deepseek_v3", NEWEST).instead
+    assert found is not None
+    return found.outcome, found.reasons[0].message
+
+
 def codes(quantization: Quantization) -> list[str]:
     return [problem.code for problem in quantization.conflicts]
 
@@ -53,14 +64,8 @@ def test_an_unquantised_model_has_no_source() -> None:
 def test_deepseek_v4_and_v41_keep_the_expert_dtype_in_different_places() -> None:
     v4 = of(FP8, expert_dtype="fp4")
     v41 = of({**FP8, "weight_block_size": [32, 32], "expert_dtype": "fp4"}, text_config={"hidden_size": 5120})
-    assert (v4.method, v4.block, v4.scale_fmt, v4.expert_dtype, v4.expert_dtype_source) == (
-        "fp8",
-        (128, 128),
-        "ue8m0",
-        "fp4",
-        "config.json",
-    )
-    assert (v41.block, v41.expert_dtype, v41.expert_dtype_source) == ((32, 32), "fp4", "quantization_config")
+    assert (v4.method, v4.block, v4.expert_dtype) == ("fp8", (128, 128), "fp4")
+    assert (v41.block, v41.expert_dtype) == ((32, 32), "fp4")
     assert v4.conflicts == v41.conflicts == ()
 
 
@@ -108,8 +113,15 @@ def test_an_ignore_list_of_the_wrong_type_is_a_conflict(value: Any) -> None:
 @pytest.mark.parametrize("value", [[128], [128, 128, 1], [0, 128], "128x128", [128.0, 128], [True, 1]])
 def test_a_block_that_is_no_pair_of_positive_integers_is_a_conflict(value: Any) -> None:
     found = of({**FP8, "weight_block_size": value})
-    assert found.block is None
+    assert found.block is found.fp8_block is None
     assert codes(found) == ["block-size-invalid"]
+
+
+@pytest.mark.parametrize(
+    ("method", "block"), [("fp8", (32, 32)), ("FP8", (32, 32)), ("deepseek_v4_fp8", (32, 32)), ("quark", None)]
+)
+def test_only_fp8_methods_have_the_block_that_servers_read(method: str, block: tuple[int, int] | None) -> None:
+    assert of({**FP8, "quant_method": method, "weight_block_size": [32, 32]}).fp8_block == block
 
 
 def test_a_missing_method_is_a_conflict() -> None:
@@ -117,14 +129,9 @@ def test_a_missing_method_is_a_conflict() -> None:
     assert (found.method, codes(found)) == (None, ["quant-method-missing"])
 
 
-def test_quark_keeps_its_schemes_apart_and_in_order() -> None:
-    quark = of(QUARK).quark
-    assert quark is not None
-    assert (quark.global_config, list(quark.layer_configs), quark.exclude) == (FP4, ["*shared*"], ("lm_head",))
-    short = of({"quant_method": "quark"})
-    assert short.quark is not None
-    assert (short.quark.global_config, short.quark.exclude) == (None, None)
-    assert codes(short) == ["quark-incomplete"] * 3
+def test_a_quark_export_that_lacks_a_part_is_a_conflict() -> None:
+    assert codes(of(QUARK)) == []
+    assert codes(of({"quant_method": "quark"})) == ["quark-incomplete"] * 3
 
 
 def test_modelopts_own_file_counts_only_where_config_json_is_silent() -> None:
@@ -148,7 +155,7 @@ def test_modelopts_own_file_counts_only_where_config_json_is_silent() -> None:
 def test_mxfp8_in_modelopts_own_file_is_not_read_by_vllm() -> None:
     found = read_quantization({}, {**FILE, "quantization": {**FILE["quantization"], "quant_algo": "MXFP8"}})
     assert codes(found) == ["modelopt-file-unread"]
-    assert build_vllm_quant(found, "deepseek_v3").error == "Unknown ModelOpt quant algo: MXFP8"
+    assert instead(found) == (Outcome.ERROR, "Unknown ModelOpt quant algo: MXFP8")
 
 
 def test_nested_and_compression_configs_are_found() -> None:
@@ -171,40 +178,43 @@ def test_reading_and_building_never_raise(scheme: Any, file: Any) -> None:
 @pytest.mark.parametrize(
     ("scheme", "model_type", "kind", "name"),
     [
-        (FP8, "deepseek_v3", Kind.FP8, "Fp8Config"),
-        (FP8, "deepseek_v4", Kind.DEEPSEEK_V4, "DeepseekV4FP8Config"),
-        (FP8, "deepseek_v41", Kind.DEEPSEEK_V4, "DeepseekV4FP8Config"),
-        ({**FP8, "quant_method": "deepseek_v4_fp8"}, "other", Kind.DEEPSEEK_V4, "DeepseekV4FP8Config"),
-        (QUARK, "deepseek_v4", Kind.QUARK, "QuarkConfig"),
-        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "glm4_moe", Kind.MXFP8, "ModelOptMxFp8Config"),
-        ({"quant_method": "mxfp8"}, "minimax_m3", Kind.MXFP8, "ModelOptMxFp8Config"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "glm4_moe", Kind.OTHER, "ModelOptNvFp4Config"),
-        ({"quant_method": "compressed_tensors"}, "glm4_moe", Kind.OTHER, "CompressedTensorsConfig"),
-        ({"weight_block_size": [128, 128]}, "deepseek_v3", Kind.NONE, ""),
-        (None, "deepseek_v3", Kind.NONE, ""),
+        (FP8, "deepseek_v3", VllmQuantKind.FP8, "Fp8Config"),
+        (FP8, "deepseek_v4", VllmQuantKind.DEEPSEEK_V4, "DeepseekV4FP8Config"),
+        (FP8, "deepseek_v41", VllmQuantKind.DEEPSEEK_V4, "DeepseekV4FP8Config"),
+        ({**FP8, "quant_method": "deepseek_v4_fp8"}, "other", VllmQuantKind.DEEPSEEK_V4, "DeepseekV4FP8Config"),
+        (QUARK, "deepseek_v4", VllmQuantKind.QUARK, "QuarkConfig"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "glm4_moe", VllmQuantKind.MXFP8, "ModelOptMxFp8Config"),
+        ({"quant_method": "mxfp8"}, "minimax_m3", VllmQuantKind.MXFP8, "ModelOptMxFp8Config"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "glm4_moe", VllmQuantKind.OTHER, "ModelOptNvFp4Config"),
+        ({"quant_method": "compressed_tensors"}, "glm4_moe", VllmQuantKind.OTHER, "CompressedTensorsConfig"),
+        ({"weight_block_size": [128, 128]}, "deepseek_v3", VllmQuantKind.NONE, ""),
+        (None, "deepseek_v3", VllmQuantKind.NONE, ""),
     ],
 )
-def test_the_class_that_vllm_picks(scheme: Any, model_type: str, kind: Kind, name: str) -> None:
-    built = build_vllm_quant(of(scheme), model_type)
-    assert (built.kind, built.class_name, built.error, built.unsure) == (kind, name, "", "")
+def test_the_class_that_vllm_picks(scheme: Any, model_type: str, kind: VllmQuantKind, name: str) -> None:
+    built = build_vllm_quant(of(scheme), model_type, NEWEST)
+    assert (built.kind, built.class_name, built.instead) == (kind, name, None)
 
 
 def test_releases_pick_differently() -> None:
     mxfp8 = of({"quant_method": "mxfp8"})
     assert {name: build_vllm_quant(of(QUARK), "deepseek_v4", row).kind for name, row in RELEASES.items()} == {
-        "0.29": Kind.DEEPSEEK_V4,
-        "0.30": Kind.FP8,
-        "0.31": Kind.QUARK,
-        "0.32": Kind.QUARK,
-        "0.33": Kind.QUARK,
+        "0.29": VllmQuantKind.DEEPSEEK_V4,
+        "0.30": VllmQuantKind.FP8,
+        "0.31": VllmQuantKind.QUARK,
+        "0.32": VllmQuantKind.QUARK,
+        "0.33": VllmQuantKind.QUARK,
     }
-    assert {name for name, row in RELEASES.items() if build_vllm_quant(of(FP8), "deepseek_v4", row).kind is Kind.DEEPSEEK_V4} == {
+    assert {
+        name for name, row in RELEASES.items() if build_vllm_quant(of(FP8), "deepseek_v4", row).kind is VllmQuantKind.DEEPSEEK_V4
+    } == {
         "0.29",
         "0.33",
     }
-    assert {name for name, row in RELEASES.items() if build_vllm_quant(mxfp8, "minimax_m3", row).kind is Kind.MXFP8} == {"0.33"}
+    assert {name for name, row in RELEASES.items() if build_vllm_quant(mxfp8, "minimax_m3", row).kind is VllmQuantKind.MXFP8} == {
+        "0.33"
+    }
     assert list(RELEASES) == sorted(RELEASES)
-    assert RELEASES["0.33"] is NEWEST
     assert is_since("0.33", "0.30")
     assert not is_since("0.9", "0.30")
 
@@ -225,7 +235,9 @@ def test_releases_pick_differently() -> None:
     ],
 )
 def test_what_vllm_refuses_to_build(scheme: dict[str, Any], error: str) -> None:
-    assert error in build_vllm_quant(of(scheme), "deepseek_v3").error
+    outcome, message = instead(of(scheme))
+    assert outcome is Outcome.ERROR
+    assert error in message
 
 
 @pytest.mark.parametrize(
@@ -233,4 +245,4 @@ def test_what_vllm_refuses_to_build(scheme: dict[str, Any], error: str) -> None:
     [{**FP8, "ignored_layers": "lm_head"}, {**FP8, "weight_block_size": 128}, {"quant_method": 7}, "fp8", [FP8]],
 )
 def test_what_is_outside_the_rules_is_said_to_be(scheme: Any) -> None:
-    assert build_vllm_quant(of(scheme), "deepseek_v3").unsure
+    assert instead(of(scheme))[0] is Outcome.UNKNOWN

@@ -1,4 +1,4 @@
-"""Configs for `test_aiter_vllm.py`: a grid over families, quantisation methods, exclusions, MTP and online quantisation."""
+"""Configs for `test_aiter_vllm.py`: a grid over families, quantisation methods, exclusions, MTP and AITER MegaMoE."""
 
 from __future__ import annotations
 
@@ -217,19 +217,8 @@ def layer_schemes(name: str, index: int) -> dict[str, dict[str, Any]]:
     }
 
 
-ONLINE = {
-    "mxfp4": {"targets": {"*shared_expert*": "mxfp4"}},
-    "mxfp8": {"targets": {"*shared_expert*": "mxfp8"}},
-    "part": {"targets": {"*gate_up_proj": "mxfp4"}},
-    "shards": {"targets": {"*.w1": "mxfp4", "*.gate_proj": "mxfp4"}},
-    "two": {"targets": {"*gate_up_proj": "mxfp4", "*shared*": "mxfp8"}},
-    "regex": {"targets": {"re:.*shared_experts.*": "mxfp4"}},
-    "attention": {"targets": {"*self_attn*": "mxfp4"}},
-    "moe-only": {"targets": {"*shared*": "nvfp4_per_token"}},
-    "ignored": {"targets": {"*shared*": "mxfp4"}, "ignore": ["*shared*"]},
-    "linear": {"linear": "mxfp4"},
-    "linear-ignored": {"linear": "mxfp4", "ignore": ["*down_proj"]},
-}
+MEGA_MOE = {"moe_backend": "aiter_mega_moe", "online": {"targets": {"*shared_experts*": "mxfp4"}}}
+"""How a server with AITER MegaMoE is started."""
 
 
 # Cases -----------------------------------------------------------------------------------------------------------------------
@@ -246,11 +235,7 @@ def case(name: str, scheme: dict[str, Any] | None, label: str, index: int = 3, *
             config["expert_dtype"] = scheme["expert_dtype"]
     mtp = more.pop("mtp", None)
     block = family.block.format(index=index) if mtp is None else family.mtp_block.format(k=mtp, next=LAYERS + mtp)
-    path = CLASSES[name].partition(":")[0]
-    log = (
-        path.replace("v41/amd/vl_model", "v4/amd/model") if family.own_log and more.get("moe_backend") != "aiter_mega_moe" else None
-    )
-    more = {"own_log": log, "mtp": 3 if mtp is not None and family.mtp_names else None, "mtp_layer": mtp} | more
+    more = {"mtp": 3 if mtp is not None and family.mtp_names else None, "mtp_layer": mtp} | more
     config |= more.pop("config", {})
     made = {
         "id": f"{name}/{label}",
@@ -274,15 +259,13 @@ def grid() -> list[dict[str, Any]]:
             case(name, {**QUARK, "layer_quant_config": value}, f"quark-layers/{label}")
             for label, value in layer_schemes(name, 3).items()
         ]
-    return cases + deepseek_grid() + online_grid() + odd_cases()
+    return cases + deepseek_grid() + mega_moe_grid() + odd_cases()
 
 
 def deepseek_grid() -> list[dict[str, Any]]:
     """DeepSeek-V4 and V4.1: its own rule, which a Quark scheme inside an FP8 config reaches, decoder layers and MTP."""
     inner = {**FP8, **without(QUARK, "quant_method")}
-    cases = [
-        case("DeepSeek-V3", FP8, f"requested/{requested}", requested=requested) for requested in ("deepseek_v4_fp8", "fp8", "quark")
-    ]
+    cases = []
     for name in ("DeepSeek-V4", "DeepSeek-V4.1"):
         for index, mtp in ((0, None), (3, None), (LAYERS - 1, None), (0, 0), (0, 2)):
             where = f"layer{index}" if mtp is None else f"mtp{mtp}"
@@ -307,22 +290,17 @@ def deepseek_grid() -> list[dict[str, Any]]:
         cases.append(case(name, None, "text-config", config={"text_config": {**text, "quantization_config": FP8}}))
         cases.append(case(name, None, "compression-config", config={"compression_config": FP8, "num_hidden_layers": LAYERS}))
         cases.append(case(name, FP8, "two-numbers", block="model.layers.3.ffn.4"))
-        for requested in ("deepseek_v4_fp8", "fp8", "quark"):
-            cases += [
-                case(name, scheme, f"requested/{requested}/{label}", requested=requested) for label, scheme in schemes().items()
-            ]
     return cases
 
 
-def online_grid() -> list[dict[str, Any]]:
-    cases = []
+def mega_moe_grid() -> list[dict[str, Any]]:
     bases = {
         "quark": QUARK,
         "quark-mxfp8": {**QUARK, "global_quant_config": MXFP8},
         "quark-mxfp8-2d": {**QUARK, "global_quant_config": {**MXFP8, "weight": {**BLOCK_SPEC, "block_size": [32, 32]}}},
         "quark-weight-only": {**QUARK, "global_quant_config": {**MXFP4, "input_tensors": None}},
         "quark-routed-out": {**QUARK, "exclude": ["re:.*experts"]},
-        "quark-child-out": {**QUARK, "exclude": ["model.layers.3.mlp.experts.5.down_proj"]},
+        "quark-child-out": {**QUARK, "exclude": ["model.layers.3.ffn.experts.5.down_proj"]},
         "quark-fp8": {**QUARK, "global_quant_config": FP8_BLOCK},
         "quark-layers": {
             **QUARK,
@@ -334,19 +312,14 @@ def online_grid() -> list[dict[str, Any]]:
         "modelopt": MODELOPT,
         "none": None,
     }
-    for name in ("DeepSeek-V4", "DeepSeek-V4.1", "DeepSeek-V3", "Qwen3-Next"):
-        for base, scheme in bases.items():
-            for label, online in ONLINE.items():
-                cases.append(case(name, scheme, f"online/{base}/{label}", online=online))
-                mega = case(name, scheme, f"mega/{base}/{label}", online=online, moe_backend="aiter_mega_moe")
-                cases += [mega] if name.startswith("DeepSeek-V4") else []
-            cases.append(case(name, scheme, f"mega/{base}", moe_backend="aiter_mega_moe"))
-            cases.append(case(name, scheme, f"backend/{base}", moe_backend="triton"))
-    return cases
+    cases = [case("DeepSeek-V4", scheme, f"mega/{base}", **MEGA_MOE) for base, scheme in {**schemes(), **bases}.items()]
+    return cases + [
+        case(name, scheme, f"backend/{base}", moe_backend="triton") for name in FAMILIES for base, scheme in bases.items()
+    ]
 
 
 def odd_cases() -> list[dict[str, Any]]:
-    """ModelOpt's own file, other projection names, and lists of the wrong type."""
+    """ModelOpt's own file."""
     producer = {"producer": {"name": "modelopt"}}
     algos = ("FP8", "fp8_pb_wo", "NVFP4", "MXFP8", "MIXED_PRECISION", "W4A8")
     files = {
@@ -359,10 +332,4 @@ def odd_cases() -> list[dict[str, Any]]:
     cases = [case("DeepSeek-V3", None, f"file/{algo}", quant_config=file) for algo, file in files.items()]
     cases.append(case("DeepSeek-V4", None, "file/deepseek", quant_config=FP8))
     cases.append(case("DeepSeek-V3", MODELOPT, "file-and-config", quant_config=files["FP8"]))
-    for label, names in {"down": ["down_proj"], "three": ["gate_proj", "up_proj", "down_proj"], "none": []}.items():
-        for method, scheme in {
-            "fp8": {**FP8, "ignored_layers": ["model.layers.3.mlp.shared_experts.gate_proj"]},
-            "quark": QUARK,
-        }.items():
-            cases.append(case("DeepSeek-V3", scheme, f"projections/{method}/{label}", projections=names))
     return cases

@@ -9,8 +9,10 @@ import pytest
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.reader import open_checkpoint
 from fse_convert.inspection import contract_widths
-from fse_convert.model.describe import Description, describe
+from fse_convert.model.describe import describe
+from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
+from fse_convert.model.quantization import read_quantization
 from fse_convert.plan.costs import Serving, costs, padding, stored
 from fse_convert.report.console import size
 from fse_convert.testing.checkpoints import make_checkpoint
@@ -24,7 +26,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def v41(tmp_path_factory: pytest.TempPathFactory) -> Description:
     """All 96,085 headers of V4.1-Flash; the values are a hole in the file."""
     root = make_checkpoint(tmp_path_factory.mktemp("v41") / "source", "v4.1-flash", real=True, sparse=True)
-    return describe(open_checkpoint(LocalFolder(root)))
+    opened = open_checkpoint(LocalFolder(root))
+    return describe(opened, read_quantization(opened.config, opened.quant_config))
 
 
 def test_widths_of_v41(v41: Description) -> None:
@@ -62,7 +65,6 @@ def test_shared_experts_of_v41_in_the_kernel_replicated(v41: Description) -> Non
     found = costs(v41, Serving(tp=4), contract_widths(v41, tp=1))
     assert found.shared_kernel / GIB == pytest.approx(1.36, abs=0.005)
     assert found.shared_sharded == found.shared_kernel / 4
-    assert found.duplicates.seed / GIB == pytest.approx(1.51, abs=0.005)
 
 
 @pytest.mark.parametrize(("ep", "scales"), [(4, 3.96), (8, 1.98), (16, 0.99)])

@@ -35,7 +35,7 @@ def test_every_target_answers_every_layer_and_questions_stay_apart() -> None:
         native = a.question is Question.NATIVE
         assert native == (not a.name.endswith(("-aiter", "-aiter-mega", "-slots", "atom")))
         assert a.source
-        assert a.needs
+        assert a.started_with
     assert len({q.heading for q in Question}) == len(Question)
 
 
@@ -45,11 +45,44 @@ def test_an_official_v4_fuses_natively_and_not_by_aiter() -> None:
     rocm = ask(about, "vllm-0.33-aiter")
     assert outcomes(rocm) == "uuu"
     assert [r.message for r in rocm.model.reasons] == ["DeepSeek-V4/V4.1 FSE is only implemented/tested with Quark MXFP4"]
-    mega = ask(about, "vllm-0.33-aiter-mega")
-    assert [r.code for r in mega.model.reasons] == ["aiter-mega-moe-needs-mxfp4"]
-    assert "--moe-backend aiter_mega_moe" in mega.needs
-    assert "expert parallelism must be off" in rocm.needs
-    assert "expert parallelism must be off" not in mega.needs
+    assert "expert parallelism must be off" in rocm.started_with
+
+
+def test_aiter_megamoe_fuses_an_official_v4_by_requantising_its_shared_experts() -> None:
+    mega = ask(Model(hidden=4096, width=2048, shared="fp8-128").subject(), "vllm-0.33-aiter-mega")
+    assert outcomes(mega) == "fff"
+    assert mega.safe
+    assert [n.code for n in mega.notes] == ["aiter-requantised"]
+    for flag in ("--moe-backend aiter_mega_moe", """--quantization-config.targets '{"*shared_experts*": "mxfp4"}'"""):
+        assert flag in mega.started_with
+    assert "expert parallelism must be off" not in mega.started_with
+
+
+@pytest.mark.parametrize(
+    ("model", "outcome", "code"),
+    [
+        pytest.param(Model(config={"model_type": "deepseek_v41", "architectures": []}), "refused", "model-unsupported", id="V4.1"),
+        pytest.param(Model(shared="bf16", routed="bf16"), "error", "aiter-server-error", id="V4 in BF16"),
+        pytest.param(Model(config={"expert_dtype": "fp8"}), "error", "aiter-server-error", id="FP8 experts"),
+        pytest.param(Model(n_shared=2), "unfused", "aiter-shared-count", id="two shared experts"),
+    ],
+)
+def test_aiter_megamoe_is_for_deepseek_v4_with_fp4_experts_alone(model: Model, outcome: str, code: str) -> None:
+    mega = ask(model.subject(), "vllm-0.33-aiter-mega")
+    assert (mega.model.outcome.value, {r.code for v in mega.layers for r in v.reasons}) == (outcome, {code})
+
+
+def test_aiter_megamoe_is_not_for_glm() -> None:
+    mega = ask(subject_of({"model_type": "glm4_moe", "num_hidden_layers": 2}, _v3_tensors()), "vllm-0.33-aiter-mega")
+    assert outcomes(mega) == "rr"
+    assert [r.code for r in mega.model.reasons] == ["model-unsupported"]
+
+
+def test_aiter_megamoe_takes_routed_experts_in_mxfp4_only_whatever_the_config_says() -> None:
+    mega = ask(Model(routed="nvfp4").subject(), "vllm-0.33-aiter-mega")
+    assert mega.fused
+    assert not mega.safe
+    assert [n.code for n in mega.notes] == ["aiter-requantised", "aiter-storage-differs"]
 
 
 def test_a_drafter_that_differs_shows_in_its_own_cells() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from fse_convert.model.formats import Kind
-from fse_convert.servers.judge import AITER_TARGETS, ALL_TARGETS
+from fse_convert.model.formats import StorageKind
+from fse_convert.servers.aiter.question import AITER_TARGETS
+from fse_convert.servers.judge import ALL_TARGETS
 from fse_convert.servers.targets import (
     CONTRACTS,
     MEGAMOE_128,
@@ -29,7 +30,7 @@ def test_names_are_unique_over_all_questions() -> None:
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_every_row_says_where_it_was_read_and_what_it_needs(target: Target) -> None:
     assert ".py" in target.source or ".cuh" in target.source
-    assert target.needs
+    assert target.started_with
     assert target.release in target.name or target.engine in ("contract", "TensorRT-LLM")
     assert find_target(target.name) is target
 
@@ -41,7 +42,7 @@ def test_the_releases_of_the_issue_are_there() -> None:
     for patch in range(20, 24):
         assert {f"sglang-0.5.{patch}", f"sglang-0.5.{patch}-slots"} <= names
     assert {"tensorrt-llm", "atom", "megamoe-128", "megamoe-512"} <= names
-    assert [t.moe_backend for t in AITER_TARGETS if t.moe_backend] == ["aiter_mega_moe"]
+    assert [t.name for t in AITER_TARGETS if t.mega_moe] == ["vllm-0.33-aiter-mega"]
 
 
 def test_a_server_that_pads_routed_experts_needs_that_width_of_the_shared_one() -> None:
@@ -60,7 +61,7 @@ def test_contracts_are_what_the_kernels_assert() -> None:
 
 def test_no_vllm_release_fuses_nvfp4_routed_experts() -> None:
     """0.33's class could (deep_gemm_mega_moe.py:163-171), but its DeepSeek-V4 model always asks for MXFP4."""
-    assert all(Kind.NVFP4 not in t.pairings for t in TARGETS if t.engine == "vLLM")
+    assert all(StorageKind.NVFP4 not in t.pairings for t in TARGETS if t.engine == "vLLM")
 
 
 def test_the_command_lists_all_targets(run: Callable[..., tuple[int, str, str]]) -> None:

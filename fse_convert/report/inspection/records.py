@@ -8,7 +8,7 @@ from typing import Any
 
 from fse_convert.errors import ExitCode, Problem
 from fse_convert.inspection import Inspection
-from fse_convert.model.describe import Description, ExpertGroup, LayerDescription
+from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.plan.costs import Costs, Serving, Stored
 from fse_convert.report.records import ExpertsRecord, ReasonRecord, Record, Response, fill, reasons_of
 from fse_convert.servers.judge import Answer, Question
@@ -194,6 +194,7 @@ def _target(a: Answer, description: Description) -> TargetRecord:
         TargetRecord,
         a,
         target=a.name,
+        needs=a.started_with,
         verdict=a.model.outcome,
         layers=outcomes,
         reasons=[ReasonRecord(code=r.code, message=r.message, hint=r.hint, layers=names) for r, names in reasons.items()],
@@ -211,5 +212,7 @@ def _costs(c: Costs) -> CostsRecord:
         padding={
             name: fill(PaddingRecord, p, per_rank=round(p.per_rank(c.serving)), work=round(p.work, 4)) for name, p in paddings
         },
-        duplicates_per_rank={key: round(value) for key, value in asdict(c.duplicates).items()},
+        # seed: the second, padded copy that vllm-project/vllm#56568 made, in no release; a key that this schema has
+        duplicates_per_rank={"seed": round(c.shared_kernel * max((p.work for p in c.paddings.values()), default=1))}
+        | {key: round(value) for key, value in asdict(c.duplicates).items()},
     )

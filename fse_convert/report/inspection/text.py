@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fse_convert.model.describe import Description
+from fse_convert.model.description import Description
 from fse_convert.model.families import FAMILIES
 from fse_convert.report.console import console
 from fse_convert.report.inspection.view import Row, View

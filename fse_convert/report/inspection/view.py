@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from fse_convert.inspection import Inspection
-from fse_convert.model.describe import Description, LayerDescription
+from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.moe import LayerKind
+from fse_convert.plan.advice import releases
 from fse_convert.report.console import counted, problem_lines, runs, size, span
 from fse_convert.servers.judge import Answer, Question
-from fse_convert.servers.targets import CONTRACT
+from fse_convert.servers.targets import CONTRACT, TARGETS, HeldTwice
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 
 UNSUPPORTED_MODEL = frozenset({"model-unsupported", "aiter-family-unsupported"})
@@ -167,7 +168,7 @@ def _rows(answers: Iterable[Answer], layers: tuple[LayerDescription, ...]) -> It
     def alike(a: Answer) -> tuple[object, ...]:
         reasons = [r.code for r in a.model.reasons]
         verdicts = [(v.outcome, tuple(r.code for r in v.reasons)) for v in a.layers]
-        return (a.engine, a.needs, a.model.outcome, reasons, verdicts, [n.code for n in a.notes])
+        return (a.engine, a.started_with, a.model.outcome, reasons, verdicts, [n.code for n in a.notes])
 
     yield from (Row(tuple(group), layers) for _, group in groupby(answers, alike))
 
@@ -240,9 +241,14 @@ def cost_rows(found: Inspection) -> list[CostRow]:
     d = c.duplicates
     if d.sglang_scales and found.description.model_type.startswith("deepseek_v4"):
         loading = f"{gib(d.sglang_loading)} while loading"
-        rows.append(CostRow("duplicates, SGLang <= 0.5.23: routed scales", "", f"+{gib(d.sglang_scales)}", loading))
-        rows.append(CostRow("duplicates, SGLang >= 0.5.22: shared gate, up", "", f"+{gib(d.sglang_shared)}", "where it fuses"))
+        rows.append(CostRow(_duplicate(HeldTwice.ROUTED_SCALES), "", f"+{gib(d.sglang_scales)}", loading))
+        rows.append(CostRow(_duplicate(HeldTwice.SHARED_GATE_UP), "", f"+{gib(d.sglang_shared)}", "where it fuses"))
     return rows
+
+
+def _duplicate(what: HeldTwice) -> str:
+    """Name what is held twice, and the releases whose rows say that they do."""
+    return f"duplicates, {releases((t for t in TARGETS if what in t.held_twice), TARGETS)}: {what.value}"
 
 
 def advised_cost(found: Inspection) -> str:

@@ -1,4 +1,4 @@
-"""How vLLM's ROCm models name the modules that AITER shared-expert fusion asks about, as data.
+"""The module names of vLLM's ROCm models that AITER shared-expert fusion asks about, as data.
 
 One row per model class of vLLM 0.33; ``since`` is the first release whose class asks at all. The renames are what is
 left of the class's ``hf_to_vllm_mapper`` without stacked and dropped weights; of ``packed_modules_mapping`` only
@@ -29,14 +29,14 @@ _VL_PREFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class AiterFamily:
-    """One model class: where its MoE blocks are, how it renames a config's modules, and what its log line looks like.
+    """One model class: the places of its MoE blocks, and its renaming of a config's modules.
 
     ``block`` and ``mtp_block`` are prefixes of a MoE block, with ``{index}`` for a decoder layer's number, ``{k}`` for
     a drafter layer's own number and ``{next}`` for the number it has after the decoder layers. ``flat`` families read
-    ``text_config`` as if it stood at the top level. ``own_log``: the class logs itself, always without "skipping for
-    this layer". ``mtp_names``: since 0.33 the drafter re-keys ``mtp.N``. ``needs`` are conditions outside the
-    checkpoint, for people. ``since`` None: the class never fuses this way. ``names_since``: the first release whose
-    class has the two mappings; before, ``packed`` and ``renames`` are empty.
+    ``text_config`` as if it stood at the top level. ``mtp_names``: since 0.33 the drafter re-keys ``mtp.N``. ``mega_moe``: the
+    class runs the backend AITER MegaMoE. ``needs`` are conditions outside the checkpoint, for people. ``since`` None: the class
+    never fuses this way. ``names_since``: the first release whose class has the two mappings; before, ``packed`` and ``renames``
+    are empty.
     """
 
     name: str
@@ -49,8 +49,8 @@ class AiterFamily:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: GATE_UP)
     renames: Renames = NO_RENAMES
     flat: bool = False
-    own_log: bool = False
     mtp_names: bool = False
+    mega_moe: bool = False
     needs: tuple[str, ...] = ()
     since: str | None = "0.29"
     names_since: str = "0.29"
@@ -86,8 +86,8 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
                 (".input_scale", ".input_scale_2"),
             ),
         ),
-        own_log=True,
         mtp_names=True,
+        mega_moe=True,
         needs=(NO_EP, "data parallel size 1 (0.31 and later raise a ValueError otherwise)", "n_shared_experts 1"),
     ),
     AiterFamily(
@@ -109,7 +109,6 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
             ),
         ),
         flat=True,
-        own_log=True,
         needs=(NO_EP, "data parallel size 1 (0.31 and later raise a ValueError otherwise)", "n_shared_experts 1"),
         since="0.30",
         names_since="0.31",
@@ -163,7 +162,6 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
         model_types=_names("minimax_m3", "minimax_m3_text"),
         block="model.layers.{index}.block_sparse_moe",
         mtp_block="model.layers.{k}.block_sparse_moe",
-        own_log=True,
         needs=(NO_EP,),
     ),
     AiterFamily(
@@ -180,7 +178,6 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
                 ("patch_merge_mlp.", "vision_tower.patch_merge_mlp."),
             ),
         ),
-        own_log=True,
         needs=(NO_EP,),
     ),
     AiterFamily(

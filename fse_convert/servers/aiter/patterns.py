@@ -1,7 +1,7 @@
-"""How vLLM matches module names against the lists of a quantisation config; every method has its own way.
+"""vLLM's matching of module names against the lists of a quantisation config; every method has its own way.
 
-Each function follows one function of vLLM 0.33 (0.29 to 0.32 are the same, except where `fusion.aiter` says otherwise).
-vLLM's patterns are of the `regex` module; those that Python's `re` does not compile raise `PatternUnclearError`.
+Each function follows one function of vLLM 0.33 (0.29 to 0.32 are the same, except where the rules say otherwise).
+vLLM's patterns are of the `regex` module; those that Python's `re` does not compile raise `UnclearError`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,42 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
+from fse_convert.servers.verdict import Outcome, because
+
 Packed = Mapping[str, Sequence[str]]
 """Fused projections and the checkpoint's names of their shards, such as gate_up_proj of gate_proj and up_proj."""
 
 
-SHARDS_DIFFER = "aiter-shards-differ"
+class VerdictError(Exception):
+    """A rule that ends the judging of a layer, or of a whole model, with this verdict."""
+
+    outcome = Outcome.UNFUSED
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.verdict = because(self.outcome, code, message)
 
 
-class ServerError(Exception):
-    """vLLM raises here; ``kind`` is the exception's class, the message its text, ``code`` ours."""
-
-    def __init__(self, kind: str, text: str, code: str = "aiter-server-error") -> None:
-        super().__init__(text)
-        self.kind, self.code = kind, code
+class NotFusedError(VerdictError):
+    """A rule says no; the message is vLLM's."""
 
 
-class PatternUnclearError(Exception):
-    """A pattern that cannot be judged; the message says why."""
+class ServerError(VerdictError):
+    """vLLM raises here; the message is the exception's text."""
+
+    outcome = Outcome.ERROR
+
+    def __init__(self, message: str, code: str = "aiter-server-error") -> None:
+        super().__init__(code, message)
+
+
+class UnclearError(VerdictError):
+    """A pattern or a value that cannot be judged; the message says why."""
+
+    outcome = Outcome.UNKNOWN
+
+    def __init__(self, message: str) -> None:
+        super().__init__("aiter-config-unclear", message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +66,7 @@ class Renames:
     suffixes: tuple[tuple[str, str], ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there is any rule."""
+        """Tell whether there is any rule."""
         return bool(self.regexes or self.substrings or self.prefixes or self.suffixes)
 
     def apply(self, name: str) -> str:
@@ -80,27 +99,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
             warnings.simplefilter("ignore", FutureWarning)
             return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise PatternUnclearError(f"the pattern {pattern!r} is not understood: {error}") from None
-
-
-def starts_with_regex(pattern: str, name: str) -> bool:
-    """Tell whether a regular expression matches from the name's start; it need not reach its end."""
-    return _compiled(pattern).match(name) is not None
+        raise UnclearError(f"the pattern {pattern!r} is not understood: {error}") from None
 
 
 def is_regex(pattern: str, name: str) -> bool:
     """Tell whether a regular expression matches the whole name."""
     return _compiled(pattern).fullmatch(name) is not None
-
-
-def matches(name: str, pattern: str, *, globs: bool = False) -> bool:
-    """Match one entry: ``re:`` and a regular expression, else the exact name, or with ``globs`` a shell pattern.
-
-    ``is_equal_or_regex_match`` of quantization/utils/config_utils.py.
-    """
-    if pattern.startswith("re:"):
-        return starts_with_regex(pattern[3:], name)
-    return pattern == name or (globs and fnmatchcase(name, pattern))
 
 
 def shards(name: str, packed: Packed) -> list[str] | None:
@@ -111,31 +115,29 @@ def shards(name: str, packed: Packed) -> list[str] | None:
     return [name.replace(projection, shard) for shard in packed[projection]]
 
 
-def matches_by_shard(name: str, patterns: Sequence[str], packed: Packed, *, globs: bool = False) -> list[set[str]]:
-    """Return the matching entries for a name, or one set per shard where only shards can match.
-
-    ``find_matching_patterns`` of quantization/utils/config_utils.py: the fused name comes first.
-    """
-    found = {pattern for pattern in patterns if matches(name, pattern, globs=globs)}
-    parts = shards(name, packed)
-    if found or parts is None:
-        return [found]
-    return [{pattern for pattern in patterns if matches(part, pattern, globs=globs)} for part in parts]
-
-
-def listed(name: str, patterns: Sequence[str], packed: Packed, *, globs: bool = False) -> bool:
+def listed(name: str, patterns: Sequence[str], packed: Packed) -> bool:
     """Tell whether a list of exclusions covers a projection; raises ServerError where its shards disagree.
 
-    ``should_ignore_layer`` of quantization/quark/utils.py and, with ``globs``, of online quantisation.
+    ``should_ignore_layer`` of quantization/quark/utils.py: an entry is ``re:`` and a regular expression, which need not reach the
+    name's end, else the exact name; the fused name comes first.
     """
-    by_shard = [bool(found) for found in matches_by_shard(name, patterns, packed, globs=globs)]
+    if _matches_any(name, patterns):
+        return True
+    parts = shards(name, packed)
+    if parts is None:
+        return False
+    by_shard = [_matches_any(part, patterns) for part in parts]
     if any(by_shard) and not all(by_shard):
         raise ServerError(
-            "ValueError",
             f"Found different quantization schemes for the shards of {name}. vLLM requires all to use the same scheme.",
-            SHARDS_DIFFER,
+            "aiter-shards-differ",
         )
     return all(by_shard)
+
+
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
+    matched = [bool(_compiled(p[3:]).match(name)) if p.startswith("re:") else p == name for p in patterns]
+    return any(matched)  # all are tried, since one that is not understood leaves the answer open
 
 
 def quark_layer_config(name: str, configs: Mapping[str, Any]) -> Any:
@@ -163,9 +165,8 @@ def fp8_skipped(name: str, ignored: Sequence[str], packed: Packed) -> bool:
         skipped = [part in ignored for part in parts]
         if any(skipped) and not all(skipped):
             raise ServerError(
-                "ValueError",
                 f"Detected some but not all shards of {name} are quantized. All shards of fused layers to have the same precision.",
-                SHARDS_DIFFER,
+                "aiter-shards-differ",
             )
         return all(skipped)
     if "experts" in name:
@@ -208,5 +209,5 @@ def layer_index(prefix: str) -> int:
         except ValueError:
             continue
     if len(numbers) != 1:
-        raise ServerError("AssertionError", f"layer name {prefix} should only contain one integer")
+        raise ServerError(f"layer name {prefix} should only contain one integer")
     return numbers[0]

@@ -1,13 +1,14 @@
-"""Whether vLLM on ROCm appends the shared expert to the routed ones: AITER fused shared experts (FSE), releases 0.29 to 0.33.
+"""AITER fused shared experts (FSE): vLLM on ROCm, releases 0.29 to 0.33, appends the shared expert to the routed ones.
 
 The rules of ``is_shared_expert_quant_fse_compatible`` (quantization/utils/config_utils.py),
 ``resolve_layer_fused_shared_expert`` and ``is_model_fused_shared_expert_compatible`` (fused_moe/utils.py), in their
 order. They look at configs only, never at tensors, and run only where VLLM_ROCM_USE_AITER, VLLM_ROCM_USE_AITER_MOE and
 VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS are set. Messages of refusals are vLLM's own, so that they are found in its log.
-This is another question than fusion in NVIDIA's MegaMoE kernel (`fusion.megamoe`).
+This is another question than fusion in NVIDIA's MegaMoE kernel (`fse_convert.servers.native`).
 
-A rule that a release has and this module does not: "online quantization excludes FSE weights at ..." (0.32, 0.33). It cannot be
-reached, because a projection without an online method already counts as not targeted.
+With AITER MegaMoE (``--moe-backend aiter_mega_moe``) vLLM fuses shared experts only if it may requantise them to MXFP4 while
+loading, so that target is a server that is started with ``--quantization-config.targets`` for them. Only DeepSeek-V4's class
+has that backend; V4.1's switches it off (0.33 models/deepseek_v41/amd/model.py:142).
 """
 
 from __future__ import annotations
@@ -16,76 +17,84 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fse_convert.model.quantization import read_quantization
-from fse_convert.servers.aiter.families import AiterFamily, find_aiter_family
-from fse_convert.servers.aiter.online import OnlineQuantization
-from fse_convert.servers.aiter.patterns import PatternUnclearError, Renames, ServerError
-from fse_convert.servers.aiter.rules import MEGA_MOE, AiterQuestion, AiterRules, NotFusedError
-from fse_convert.servers.aiter.vllm_config import NEWEST, ConfigUnclearError, Kind, VllmRelease, build_vllm_quant, is_since
-from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
+from fse_convert.model.description import LayerDescription
+from fse_convert.model.formats import StorageKind
+from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.quantization import Quantization
+from fse_convert.servers.aiter.families import find_aiter_family
+from fse_convert.servers.aiter.patterns import Renames, VerdictError
+from fse_convert.servers.aiter.rules import AiterQuestion, AiterRules
+from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant, is_since
+from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, whole
 
-__all__ = [
-    "PROJECTIONS",
-    "AiterLayer",
-    "AiterQuestion",
-    "ask_aiter",
-    "doubts",
-    "judge",
-    "judge_block",
-    "judge_decoder_layer",
-    "judge_model",
-    "judge_mtp_layer",
-    "log_line",
-]
-
-PROJECTIONS = ("gate_up_proj", "down_proj")
 SWITCH = "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS"
+SWITCHES = "ROCm, VLLM_ROCM_USE_AITER=1, ..._MOE=1, ..._FUSION_SHARED_EXPERTS=1"
+MEGA_MOE = (
+    '--moe-backend aiter_mega_moe, --quantization-config.targets \'{"*shared_experts*": "mxfp4"}\', gfx950, TP 1, PP 1, '
+    "DP with EP, --all2all-backend mori_*, no EPLB"
+)
+"""Flags and hardware that 0.33 models/deepseek_v4/amd/model.py:552-582 asks for."""
 
 
-@dataclass(frozen=True, slots=True)
-class AiterLayer:
-    """The answer for one MoE block: its prefix in the server's module tree, the verdict, and the line in the server's log."""
+@dataclass(frozen=True)
+class AiterTarget:
+    """A vLLM release on ROCm. ``mega_moe``: started with the backend AITER MegaMoE."""
 
-    block: str
-    verdict: Verdict
-    log: str
+    name: str
+    rules: VllmRelease
+    mega_moe: bool = False
+    engine: str = "vLLM ROCm"
+    source: str = "model_executor/layers/quantization/utils/config_utils.py (is_shared_expert_quant_fse_compatible)"
+
+    @property
+    def release(self) -> str:
+        """The release's number."""
+        return self.rules.name
+
+    @property
+    def started_with(self) -> str:
+        """Flags and hardware."""
+        return f"{SWITCHES}, {MEGA_MOE}" if self.mega_moe else SWITCHES
+
+
+AITER_TARGETS: tuple[AiterTarget, ...] = (
+    *(AiterTarget(f"vllm-{name}-aiter", release) for name, release in RELEASES.items()),
+    *(AiterTarget(f"vllm-{name}-aiter-mega", release, mega_moe=True) for name, release in RELEASES.items() if release.mega_moe),
+)
 
 
 def ask_aiter(
-    config: Mapping[str, Any],
-    quant_config: Mapping[str, Any] | None = None,
-    *,
-    release: VllmRelease = NEWEST,
-    family: AiterFamily | None = None,
-    moe_backend: str | None = None,
-    online: OnlineQuantization | None = None,
-    requested: str | None = None,
+    config: Mapping[str, Any], quant_config: Mapping[str, Any] | None, quantization: Quantization, target: AiterTarget
 ) -> AiterQuestion | None:
-    """Put the question for a checkpoint's config.json and ``hf_quant_config.json``; None where the model class is not known.
-
-    ``requested`` is the value of ``--quantization``.
-    """
-    family = family or find_aiter_family(config)
+    """Put the question for a checkpoint's config.json and ``hf_quant_config.json``; None where the model class is not known."""
+    family = find_aiter_family(config)
     if family is None:
         return None
-    quant = build_vllm_quant(read_quantization(config, quant_config), str(config.get("model_type", "")), release, requested)
+    quant = build_vllm_quant(quantization, str(config.get("model_type", "")), target.rules)
     if config.get("quantization_config") is None and quant_config is not None:
         config = {**config, "quantization_config": quant_config}  # as transformers_utils/config.py does
-    return AiterQuestion(config, family, quant, release, moe_backend, online)
+    return AiterQuestion(config, family, quant, target.rules, target.mega_moe)
 
 
-def judge_decoder_layer(question: AiterQuestion, index: int) -> AiterLayer:
+def judge_layer(question: AiterQuestion, layer: LayerDescription) -> Verdict:
+    """Judge one layer of a checkpoint."""
+    if layer.layer.shared is None:
+        return NO_SHARED_EXPERT
+    judge_kind = judge_mtp_layer if layer.layer.kind is LayerKind.MTP else judge_decoder_layer
+    return judge_kind(question, layer.layer.index)
+
+
+def judge_decoder_layer(question: AiterQuestion, index: int) -> Verdict:
     """Judge the MoE block of decoder layer ``index``."""
     return judge_block(question, question.family.block.format(index=index))
 
 
-def judge_mtp_layer(question: AiterQuestion, k: int) -> AiterLayer:
+def judge_mtp_layer(question: AiterQuestion, k: int) -> Verdict:
     """Judge the MoE block of drafter layer ``k`` (``mtp.k`` in a DeepSeek-V4 checkpoint)."""
     family, release = question.family, question.release
     layers = question.read("num_hidden_layers", None)
     if not isinstance(layers, int):
-        unknown = Verdict(Outcome.UNKNOWN, (Reason("aiter-config-unclear", "config.json has no num_hidden_layers"),))
-        return AiterLayer(family.mtp_block, unknown, "")
+        return because(Outcome.UNKNOWN, "aiter-config-unclear", "config.json has no num_hidden_layers")
     if family.mtp_names and release.mtp_names:
         drafter = Renames(prefixes=((f"model.mtp.{k}.", f"model.layers.{layers + k}."),))
         prefixes = family.renames.prefixes + drafter.prefixes
@@ -93,31 +102,47 @@ def judge_mtp_layer(question: AiterQuestion, k: int) -> AiterLayer:
     return judge_block(question, family.mtp_block.format(k=k, next=layers + k))
 
 
-def judge_block(question: AiterQuestion, block: str, projections: Sequence[str] = PROJECTIONS) -> AiterLayer:
+def judge_block(question: AiterQuestion, block: str) -> Verdict:
     """Judge one MoE block by its prefix in the server's module tree, such as ``model.layers.3.mlp``."""
-    verdict = judge(question, f"{block}.experts", f"{block}.{question.family.shared}", projections)
-    return AiterLayer(block, verdict, log_line(question, verdict))
+    refused = _mega_moe_refusal(question) if question.mega_moe else None
+    return refused or judge(question, f"{block}.experts", f"{block}.{question.family.shared}")
 
 
-def judge(question: AiterQuestion, experts: str, shared: str, projections: Sequence[str] = PROJECTIONS) -> Verdict:
+def _mega_moe_refusal(question: AiterQuestion) -> Verdict | None:
+    """Apply what the model class asks beside the quantisation's rules (0.33 models/deepseek_v4/amd/model.py:552-590, 683-731)."""
+    if not question.family.mega_moe:
+        message = f"vLLM {question.release.name} has AITER MegaMoE for DeepSeek-V4 only, not for {question.family.name}"
+        return because(Outcome.REFUSED, "model-unsupported", message)
+    if question.read("expert_dtype", "fp4") != "fp4":
+        return because(Outcome.ERROR, "aiter-server-error", "AITER MegaMoE only supports fp4 experts.")
+    if question.read("n_shared_experts", 1) != 1:
+        return because(Outcome.UNFUSED, "aiter-shared-count", "AITER MegaMoE fuses exactly one shared expert per layer")
+    if question.quant.kind is VllmQuantKind.NONE:
+        return because(Outcome.ERROR, "aiter-server-error", "assert quant_config is not None")
+    return None
+
+
+def judge(question: AiterQuestion, experts: str, shared: str) -> Verdict:
     """Judge one pair of routed and shared experts by their module prefixes; never raises."""
     family, quant = question.family, question.quant
     if family.since is None or not is_since(question.release.name, family.since):
         message = f"vLLM {question.release.name} does not fuse shared experts of {family.name} this way"
-        return Verdict(Outcome.UNFUSED, (Reason("aiter-family-unsupported", message),))
-    if quant.error:
-        return Verdict(Outcome.ERROR, (Reason("aiter-config-refused", quant.error),))
-    if quant.unsure:
-        return Verdict(Outcome.UNKNOWN, (Reason("aiter-config-unclear", quant.unsure),))
+        return because(Outcome.UNFUSED, "aiter-family-unsupported", message)
+    if quant.instead:
+        return quant.instead
     try:
-        AiterRules(question, experts, shared, tuple(projections)).run()
-    except NotFusedError as no:
-        return Verdict(Outcome.UNFUSED, (no.reason,))
-    except ServerError as error:
-        return Verdict(Outcome.ERROR, (Reason(error.code, str(error)),))
-    except (PatternUnclearError, ConfigUnclearError) as unclear:
-        return Verdict(Outcome.UNKNOWN, (Reason("aiter-config-unclear", str(unclear)),))
+        AiterRules(question, experts, shared).run()
+    except VerdictError as error:
+        return error.verdict
     return FUSED
+
+
+def judge_whole(layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> Verdict:
+    """Judge decoder layers and the drafter apart, as vLLM does, each all or nothing; both must fuse for a whole answer."""
+    by_kind = (tuple(v for d, v in zip(layers, verdicts, strict=True) if d.layer.kind is kind) for kind in LayerKind)
+    parts = [judge_model(part) for part in by_kind if part]
+    error = next((p for p in parts if p.outcome is Outcome.ERROR), None)
+    return error or next((p for p in parts if not p.fused), whole(tuple(verdicts)))
 
 
 def judge_model(layers: Iterable[Verdict]) -> Verdict:
@@ -126,7 +151,7 @@ def judge_model(layers: Iterable[Verdict]) -> Verdict:
     ``is_model_fused_shared_expert_compatible`` of fused_moe/utils.py. A drafter (MTP) is a model of its own.
     """
     verdicts = list(layers)
-    for outcome in (Outcome.ERROR, Outcome.UNKNOWN):
+    for outcome in (Outcome.ERROR, Outcome.REFUSED, Outcome.UNKNOWN):
         stopped = [verdict for verdict in verdicts if verdict.outcome is outcome]
         if stopped:
             return stopped[0]
@@ -137,39 +162,48 @@ def judge_model(layers: Iterable[Verdict]) -> Verdict:
             f"Fused shared experts must be enabled for all MoE layers; found {enabled} enabled and {disabled} disabled "
             "layers. Per-layer fused shared experts is not yet supported. Please open an issue."
         )
-        return Verdict(Outcome.ERROR, (Reason("aiter-model-mixed", message, f"serve with {SWITCH}=0"),))
+        return because(Outcome.ERROR, "aiter-model-mixed", message, f"serve with {SWITCH}=0")
     if enabled:
         return FUSED
-    reasons = tuple(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
-    return Verdict(Outcome.UNFUSED, reasons or (Reason("aiter-no-moe-layers", "there is no MoE layer"),))
+    return Verdict(Outcome.UNFUSED, tuple(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons)))
 
 
-def log_line(question: AiterQuestion, verdict: Verdict) -> str:
-    """Return the warning that vLLM logs for a layer, empty where it logs none.
-
-    fused_moe/utils.py; DeepSeek-V4's and MiniMax-M3's AMD models log themselves.
-    """
-    if verdict.outcome is not Outcome.UNFUSED or verdict.reasons[0].code == "aiter-family-unsupported":
-        return ""
-    skipping = question.release.skip_wording and (not question.family.own_log or question.moe_backend == MEGA_MOE)
-    middle = " - skipping for this layer" if skipping else ""
-    return f"{SWITCH} is enabled but cannot be enabled{middle}: {verdict.reasons[0].message}."
+def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
+    """Note what the verdicts do not say: what vLLM's rules overlook, and where loading changes numbers."""
+    fused = [d for d, v in zip(layers, verdicts, strict=True) if v.fused and d.routed and d.shared]
+    found = [*doubts(question)]
+    if question.mega_moe:
+        apart = [d for d in fused if d.routed and d.routed.formats[Role.GATE].kind is not StorageKind.MXFP4]
+        message = "the config calls routed experts MXFP4, but they are stored otherwise"
+        changed = [d for d in fused if d.shared and d.shared.formats[Role.GATE].kind is not StorageKind.MXFP4]
+        if changed:
+            requantised = f"vLLM requantises the shared experts of {len(changed)} layers to MXFP4 while loading"
+            hint = "the result is not that of the checkpoint's own weights"
+            found.append(Reason("aiter-requantised", requantised, hint=hint))
+    else:
+        apart = [d for d in fused if d.routed and d.shared and not d.routed.stored_like(d.shared)]
+        message = "the config calls routed and shared experts alike, but they are stored otherwise"
+    if apart:  # the rules read configs only (ROCm/ATOM#958)
+        where = f"{message} in {len(apart)} layers, {apart[0].layer.name} first"
+        found.append(Reason("aiter-storage-differs", where, hint="vLLM would fuse and then fail to load, or load wrongly"))
+    return tuple(found)
 
 
 def doubts(question: AiterQuestion) -> tuple[Reason, ...]:
-    """Return what vLLM's rules overlook in this checkpoint: a layer judged as fused may still fail or compute wrongly."""
+    """Note what vLLM's rules overlook in this checkpoint: a layer judged as fused may still fail or compute wrongly."""
     quant, release = question.quant, question.release
     found = []
-    overlooked = quant.kind is Kind.FP8 and quant.class_name == "DeepseekV4FP8Config"
+    overlooked = quant.kind is VllmQuantKind.FP8 and quant.class_name == "DeepseekV4FP8Config"
     if overlooked and not quant.from_quark and question.read("expert_dtype", "fp4") == "fp4":
         message = (
             f"vLLM {release.name} judges DeepSeek-V4 on ROCm by its FP8 rule, which does not see that routed experts are "
             "MXFP4 and shared experts FP8"
         )
-        found.append(Reason("aiter-fp4-overlooked", message, f"serve with {SWITCH}=0, or with vLLM 0.33"))
+        seeing = next(name for name, row in RELEASES.items() if row.v41_class_checked)
+        found.append(Reason("aiter-fp4-overlooked", message, hint=f"serve with {SWITCH}=0, or with vLLM {seeing}"))
     layers = quant.quark.get("layer_quant_config")
     unread = [key for key in layers if key.startswith("re:")] if isinstance(layers, Mapping) else []
     if unread:
         message = f"vLLM does not read the {len(unread)} entries of layer_quant_config that start with re:, such as {unread[0]}"
-        found.append(Reason("aiter-quark-regex-unread", message, "those modules count as having the global scheme"))
+        found.append(Reason("aiter-quark-regex-unread", message, hint="those modules count as having the global scheme"))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""vLLM's rules for AITER fused shared experts, for one MoE block: see `fusion.aiter`, which asks them."""
+"""vLLM's rules for AITER fused shared experts, for one MoE block; `fse_convert.servers.aiter.question` asks them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fse_convert.servers.aiter.families import NO_RENAMES, AiterFamily
-from fse_convert.servers.aiter.online import MXFP4, MXFP4_DYNAMIC, OnlineQuantization, online_weight_key, quark_routed_keys
 from fse_convert.servers.aiter.patterns import (
+    NotFusedError,
     Packed,
-    PatternUnclearError,
     Renames,
     ServerError,
+    UnclearError,
     fp8_skipped,
     is_regex,
     layer_index,
@@ -22,10 +22,17 @@ from fse_convert.servers.aiter.patterns import (
     quark_layer_config,
     shards,
 )
-from fse_convert.servers.aiter.vllm_config import NEWEST, Kind, VllmQuant, VllmRelease, as_mapping, is_quark_mxfp4, is_since
-from fse_convert.servers.verdict import Reason
+from fse_convert.servers.aiter.vllm_config import (
+    VllmQuant,
+    VllmQuantKind,
+    VllmRelease,
+    as_mapping,
+    is_mxfp4,
+    is_quark_mxfp4,
+    is_since,
+)
 
-MEGA_MOE = "aiter_mega_moe"
+PROJECTIONS = ("gate_up_proj", "down_proj")
 EXPERT_DTYPES = ("fp4", "fp8")
 DEFAULT = object()
 
@@ -34,16 +41,15 @@ DEFAULT = object()
 class AiterQuestion:
     """One checkpoint and one way of serving it.
 
-    ``config`` is config.json. ``moe_backend`` is the value of ``--moe-backend``; only ``aiter_mega_moe`` makes a difference.
-    ``online`` is ``--quantization-config``.
+    ``config`` is config.json. ``mega_moe``: served with ``--moe-backend aiter_mega_moe``, and shared experts requantised to MXFP4
+    while loading.
     """
 
     config: Mapping[str, Any]
     family: AiterFamily
     quant: VllmQuant
-    release: VllmRelease = NEWEST
-    moe_backend: str | None = None
-    online: OnlineQuantization | None = None
+    release: VllmRelease
+    mega_moe: bool = False
 
     @property
     def packed(self) -> Packed:
@@ -70,16 +76,8 @@ class AiterQuestion:
             if key in place:
                 return place[key]
         if default is DEFAULT:
-            raise PatternUnclearError(f"config.json has no {key}")
+            raise UnclearError(f"config.json has no {key}")
         return default
-
-
-class NotFusedError(Exception):
-    """A rule says no."""
-
-    def __init__(self, code: str, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.reason = Reason(code, message, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,71 +87,72 @@ class AiterRules:
     question: AiterQuestion
     experts: str
     shared: str
-    projections: tuple[str, ...]
 
     @property
     def _names(self) -> list[str]:
-        return [f"{self.shared}.{projection}" for projection in self.projections]
+        return [f"{self.shared}.{projection}" for projection in PROJECTIONS]
 
     def run(self) -> None:
         """Apply the rules in vLLM's order; raises NotFusedError, or ServerError where vLLM raises."""
         quant, release = self.question.quant, self.question.release
-        if quant.kind is Kind.NONE:
+        if quant.kind is VllmQuantKind.NONE:
             return
-        if release.online and self.question.online is not None and self._online(self.question.online):
-            return
-        if release.moe_backend and self.question.moe_backend == MEGA_MOE:
-            raise NotFusedError(
-                "aiter-mega-moe-needs-mxfp4",
-                "AITER MegaMoE fuses the shared experts only when they are requantized to MXFP4, e.g. with "
-                '--quantization-config.targets \'{"*shared_experts*": "mxfp4"}\'',
-            )
-        if quant.kind is Kind.DEEPSEEK_V4 and (self._expert_dtype() == "fp4" or release.fp4_only):
+        if self.question.mega_moe:
+            self._mega_moe()
+        elif quant.kind is VllmQuantKind.DEEPSEEK_V4 and (self._expert_dtype() == "fp4" or release.fp4_only):
             self._deepseek()
-        elif quant.kind is Kind.QUARK:
+        elif quant.kind is VllmQuantKind.QUARK:
             self._quark()
-        elif quant.kind in (Kind.DEEPSEEK_V4, Kind.FP8):
+        elif quant.kind in (VllmQuantKind.DEEPSEEK_V4, VllmQuantKind.FP8):
             self._fp8()
-        elif quant.kind is Kind.MXFP8:
+        elif quant.kind is VllmQuantKind.MXFP8:
             self._mxfp8()
         else:
-            name = quant.class_name
-            message = f"shared-expert FSE quantization compatibility is not implemented for {name}"
+            message = f"shared-expert FSE quantization compatibility is not implemented for {quant.class_name}"
             raise NotFusedError("aiter-quantization-unsupported", message)
 
     def _expert_dtype(self) -> str:
         value = self.question.read("expert_dtype", "fp4")
         if value not in EXPERT_DTYPES:
             text = f"Unsupported DeepSeek V4 expert_dtype={value!r}; expected one of {EXPERT_DTYPES}."
-            raise ServerError("ValueError", text)
+            raise ServerError(text)
         return str(value)
 
-    def _online(self, online: OnlineQuantization) -> bool:
-        """Judge shared experts that are quantised while loading; False where none of them is."""
-        question, packed = self.question, self.question.packed
-        keys = [online_weight_key(online, name, packed) for name in self._names]
-        if not any(keys):
-            return False
-        quant, mega = question.quant, question.release.moe_backend and question.moe_backend == MEGA_MOE
-        if quant.kind is Kind.QUARK:
-            exclude, configs, row_scales = self._quark_exclude(), self._quark_configs(), question.release.mxfp8
-            routed = quark_routed_keys(quant.quark, exclude, configs, self.experts, packed, row_scales=row_scales)
-        elif quant.kind is Kind.DEEPSEEK_V4 and mega and self._expert_dtype() == "fp4":
-            routed = MXFP4, None
-        else:
+    def _mega_moe(self) -> None:
+        """Judge shared experts that are requantised while loading, which fit routed experts in MXFP4 only."""
+        quant = self.question.quant
+        if quant.kind is VllmQuantKind.DEEPSEEK_V4 and self._expert_dtype() == "fp4":
+            return
+        if quant.kind is not VllmQuantKind.QUARK:
             message = f"online quantization FSE compatibility check is not implemented for {quant.class_name}"
             raise NotFusedError("aiter-online-class", message)
-        if routed[0] != MXFP4:
-            message = f"online shared-expert quantization is not supported for routed expert weight key {routed[0]}"
+        scheme = self._quark_routed()
+        if scheme != "mxfp4":
+            message = f"online shared-expert quantization is not supported for routed expert weight key {scheme}"
             raise NotFusedError("aiter-online-routed-key", message)
-        for key in keys:
-            if key is None:
-                message = f"online quantization targets only part of the shared expert at {self.shared}"
-                raise NotFusedError("aiter-online-partial", message)
-            if key != MXFP4 or not (mega or routed[1] == MXFP4_DYNAMIC):
-                message = "online shared-expert quantization keys do not match the routed expert keys"
-                raise NotFusedError("aiter-online-key-mismatch", message)
-        return True
+
+    def _quark_routed(self) -> str | None:
+        """Name the weights of the routed experts of a Quark checkpoint; None where they are not quantised.
+
+        ``get_quant_method_target`` of quantization/quark/quark.py for RoutedExperts, where one excluded expert excludes all. Of
+        the schemes only MXFP4 is recognised; others are spelled out.
+        """
+        quark, exclude, configs = self.question.quant.quark, self._quark_exclude(), self._quark_configs()
+        children = (entry for entry in exclude if not entry.startswith("re:"))
+        if any(entry == self.experts or entry.startswith(f"{self.experts}.") for entry in children):
+            return None
+        if listed(self.experts, exclude, self.question.packed):
+            return None
+        scheme = quark_layer_config(self.experts, configs) or quark.get("global_quant_config")
+        if scheme is None or quark.get("layer_type_quant_config") is None:
+            raise ServerError("'NoneType' object has no attribute 'get'")
+        scheme = as_mapping(scheme, "a Quark scheme")
+        if scheme.get("output_tensors") or scheme.get("bias"):
+            raise ServerError("Currently, Quark models with output_tensors and bias quantized are not supported")
+        weight = as_mapping(scheme.get("weight"), "a Quark scheme of one step")
+        if is_mxfp4(weight) and weight.get("scale_format") == "e8m0":
+            return "mxfp4"
+        return f"{weight.get('dtype')} {weight.get('qscheme')}"
 
     def _deepseek(self) -> None:
         question, label = self.question, self.question.release.label
@@ -171,7 +170,7 @@ class AiterRules:
             raise NotFusedError("aiter-deepseek-excluded", f"{label} excludes shared experts at {prefix}")
         weight = self._deepseek_scheme(raw, f"{prefix}.w1").get("weight") or {}
         if not isinstance(weight, Mapping):
-            raise ServerError("AttributeError", f"'{type(weight).__name__}' object has no attribute 'get'")
+            raise ServerError(f"'{type(weight).__name__}' object has no attribute 'get'")
         if weight.get("dtype") != "fp4":
             raise NotFusedError("aiter-deepseek-shared-not-mxfp4", f"{label} shared experts at {prefix} are not MXFP4")
 
@@ -185,22 +184,22 @@ class AiterRules:
     def _deepseek_scheme(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """Return a module's Quark scheme as the DeepSeek rule looks it up: its name, else the first ``re:`` entry, else global."""
         configs = as_mapping(raw.get("layer_quant_config") or {}, "layer_quant_config")
-        found = configs.get(name)
-        if found is None:
+        scheme = configs.get(name)
+        if scheme is None:
             patterns = (key for key in configs if key.startswith("re:") and is_regex(key[3:], name))
-            found = configs.get(next(patterns, ""))
-        return as_mapping(found or raw.get("global_quant_config") or {}, "a Quark scheme")
+            scheme = configs.get(next(patterns, ""))
+        return as_mapping(scheme or raw.get("global_quant_config") or {}, "a Quark scheme")
 
     def _quark_exclude(self) -> Sequence[str]:
         """Return Quark's excluded modules as the server renames them."""
         exclude = self.question.quant.quark.get("exclude")
         if exclude is None:
-            raise ServerError("TypeError", "'NoneType' object is not iterable")
+            raise ServerError("'NoneType' object is not iterable")
         if not isinstance(exclude, list):
-            raise PatternUnclearError(f"exclude must be a list, found {type(exclude).__name__}")
+            raise UnclearError(f"exclude must be a list, found {type(exclude).__name__}")
         if all(isinstance(entry, str) for entry in exclude):
             return self.question.renames.apply_all(exclude)
-        raise PatternUnclearError("exclude has entries that are no strings")
+        raise UnclearError("exclude has entries that are not strings")
 
     def _quark_configs(self) -> Mapping[str, Any]:
         """Return Quark's schemes of single modules as the server renames them."""
@@ -211,7 +210,7 @@ class AiterRules:
         question, quark = self.question, self.question.quant.quark
         for key in ("exclude", "global_quant_config"):
             if key not in quark:
-                raise ServerError("AssertionError", f"assert {key!r} in quant_config.quant_config", "aiter-quark-incomplete")
+                raise ServerError(f"assert {key!r} in quant_config.quant_config", "aiter-quark-incomplete")
         if self._quark_excludes():
             raise NotFusedError("aiter-quark-excluded", f"Quark excludes shared experts at {self.shared}")
         configs = self._quark_configs()

@@ -1,8 +1,10 @@
-"""Which quantisation object vLLM builds from a checkpoint's configs on ROCm, reduced to what decides fusion.
+"""The quantisation object that vLLM builds from a checkpoint's configs on ROCm, reduced to what decides fusion.
 
 Read in the wheels of vLLM 0.29 to 0.33; what differs between them are columns of `RELEASES`. Module names stay as the
-config spells them: a model's own renaming is applied where names are matched (`fusion.aiter`). For classes that no
-fusion rule knows, only the name is worked out, not whether vLLM could build them.
+config spells them: a model's own renaming is applied where names are matched (`fse_convert.servers.aiter.rules`). For classes
+that no fusion rule knows, only the name is worked out, not whether vLLM could build them.
+
+To add a release, add a row to `RELEASES`.
 """
 
 from __future__ import annotations
@@ -11,26 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fse_convert.model.quantization import Quantization
+from fse_convert.model.quantization import Quantization
+from fse_convert.servers.aiter.patterns import ServerError, UnclearError, VerdictError
+from fse_convert.servers.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class VllmRelease:
-    """What differs between vLLM releases in how quantisation decides AITER shared-expert fusion.
+    """The differences between vLLM releases in how quantisation decides AITER shared-expert fusion.
 
     * ``quark_as_deepseek``: a Quark MXFP4 export of DeepSeek-V4 becomes the DeepSeek class (deepseek_v4/quant_config).
     * ``v41_class``: on ROCm ``deepseek_v4_fp8`` is the class of models/deepseek_v41 (quantization/__init__.py).
     * ``v41_class_checked``: the fusion check knows that class; else it counts as any FP8 config (config_utils.py).
     * ``fp4_only``: the DeepSeek rule refuses any expert_dtype but fp4 instead of passing it on to the FP8 rule.
     * ``label``: how messages call the model.
-    * ``online``: online quantisation composed with the checkpoint's is checked.
-    * ``moe_backend``: the check is told the MoE backend.
+    * ``mega_moe``: the check knows the backend AITER MegaMoE, whose shared experts are requantised while loading.
     * ``mxfp8``: there is a rule for ModelOpt MXFP8.
     * ``exclude_by_name``: any Quark exclude with the word "shared_expert" counts, whatever it matches.
-    * ``skip_wording``: the log line says "skipping for this layer" (fused_moe/utils.py).
     * ``modelopt_exclude``: the keys of config.json that list what ModelOpt leaves out (modelopt.py).
     * ``modelopt_mixed_file``: ``hf_quant_config.json`` may say MIXED_PRECISION (model_arch_config_convertor.py).
     * ``mtp_names``: DeepSeek-V4's drafter re-keys entries for ``mtp.N`` (``align_mtp_quant_config``).
@@ -42,11 +43,9 @@ class VllmRelease:
     v41_class_checked: bool = False
     fp4_only: bool = True
     label: str = "DeepSeek-V4"
-    online: bool = False
-    moe_backend: bool = False
+    mega_moe: bool = False
     mxfp8: bool = False
     exclude_by_name: bool = False
-    skip_wording: bool = True
     modelopt_exclude: tuple[str, ...] = ("ignore",)
     modelopt_mixed_file: bool = False
     mtp_names: bool = False
@@ -55,23 +54,16 @@ class VllmRelease:
 RELEASES: Mapping[str, VllmRelease] = {
     release.name: release
     for release in (
-        VllmRelease(
-            "0.29",
-            quark_as_deepseek=True,
-            v41_class=False,
-            exclude_by_name=True,
-            skip_wording=False,
-        ),
+        VllmRelease("0.29", quark_as_deepseek=True, v41_class=False, exclude_by_name=True),
         VllmRelease("0.30", quark_as_deepseek=True),
         VllmRelease("0.31"),
-        VllmRelease("0.32", online=True),
+        VllmRelease("0.32"),
         VllmRelease(
             "0.33",
             v41_class_checked=True,
             fp4_only=False,
             label="DeepSeek-V4/V4.1",
-            online=True,
-            moe_backend=True,
+            mega_moe=True,
             mxfp8=True,
             modelopt_exclude=("ignore", "exclude_modules"),
             modelopt_mixed_file=True,
@@ -81,7 +73,8 @@ RELEASES: Mapping[str, VllmRelease] = {
 }
 """vLLM releases whose AITER rules are known, oldest first."""
 
-NEWEST = RELEASES["0.33"]
+NEWEST = list(RELEASES)[-1]
+"""The last of them."""
 
 
 def is_since(release: str, first: str) -> bool:
@@ -89,8 +82,8 @@ def is_since(release: str, first: str) -> bool:
     return [int(part) for part in release.split(".")] >= [int(part) for part in first.split(".")]
 
 
-class Kind(str, Enum):
-    """What the fusion check tells apart."""
+class VllmQuantKind(str, Enum):
+    """The classes of quantisation that the fusion check tells apart."""
 
     NONE = "none"
     DEEPSEEK_V4 = "deepseek-v4"
@@ -104,28 +97,25 @@ class Kind(str, Enum):
 class VllmQuant:
     """The quantisation object of a server: its kind, its Python class, and the values that the fusion check reads.
 
-    ``ignored`` holds the modules left out, as the config spells them. ``error`` is what the server raises instead of
-    building the object; ``unsure`` says what in the config is outside these rules. ``from_quark``: a Quark export that is
-    read as FP8.
+    ``ignored`` holds the modules left out, as the config spells them. ``from_quark``: a Quark export that is read as FP8.
+    ``instead``: the verdict where the server raises instead of building the object, or the config is outside these rules.
     """
 
-    kind: Kind
+    kind: VllmQuantKind
     class_name: str = ""
     ignored: tuple[Any, ...] = ()
     block: tuple[Any, ...] | None = None
     store_dtype: str | None = None
     quark: Mapping[str, Any] = field(default_factory=dict)
     from_quark: bool = False
-    error: str = ""
-    unsure: str = ""
+    instead: Verdict | None = None
 
 
-class ConfigRefusedError(Exception):
+class ConfigRefusedError(ServerError):
     """The server raises on this config; the message is the server's."""
 
-
-class ConfigUnclearError(Exception):
-    """The config is outside these rules; the message says why."""
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "aiter-config-refused")
 
 
 CLASSES = {
@@ -169,71 +159,58 @@ DEEPSEEK_V4_TYPES = ("deepseek_v4",)
 DEEPSEEK_V41_TYPES = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
 
 
-def build_vllm_quant(
-    quantization: Quantization, model_type: str, release: VllmRelease = NEWEST, requested: str | None = None
-) -> VllmQuant:
+def build_vllm_quant(quantization: Quantization, model_type: str, release: VllmRelease) -> VllmQuant:
     """Build what vLLM's ``get_quant_config`` returns on ROCm; never raises.
 
-    ``model_type`` is config.json's own, at the top level. ``requested`` is the value of ``--quantization``, if it was given.
-    Sources: config/model.py ``_verify_quantization`` and the ``from_config`` of each class.
+    ``model_type`` is config.json's own, at the top level. Sources: config/model.py ``_verify_quantization`` and the
+    ``from_config`` of each class.
     """
-    if quantization.malformed:
-        return VllmQuant(Kind.OTHER, unsure="quantization_config is not an object")
-    if not quantization.quantized:
-        unsure = f"--quantization {requested} for a checkpoint without a quantisation" if requested else ""
-        return VllmQuant(Kind.OTHER if requested else Kind.NONE, unsure=unsure)
     try:
-        method = _method(quantization, model_type, release, requested)
-        if method is None:
-            return VllmQuant(Kind.NONE)
-        return _build(method, quantization.raw, release)
-    except ConfigRefusedError as refused:
-        return VllmQuant(Kind.OTHER, error=str(refused))
-    except ConfigUnclearError as unsure:
-        return VllmQuant(Kind.OTHER, unsure=str(unsure))
+        if quantization.malformed:
+            raise UnclearError("quantization_config is not an object")
+        method = _method(quantization.raw, model_type, release) if quantization.quantized else None
+        return _build(method, quantization.raw, release) if method else VllmQuant(VllmQuantKind.NONE)
+    except VerdictError as error:
+        return VllmQuant(VllmQuantKind.OTHER, instead=error.verdict)
 
 
 def is_quark_mxfp4(raw: Mapping[str, Any]) -> bool:
     """Tell whether a config's global Quark scheme is MXFP4 in groups of 32 (``_is_quark_mxfp4_ocp``)."""
     weight = as_mapping(raw.get("global_quant_config") or {}, "global_quant_config").get("weight")
-    if not isinstance(weight, Mapping):
-        return False
+    return isinstance(weight, Mapping) and is_mxfp4(weight)
+
+
+def is_mxfp4(weight: Mapping[str, Any]) -> bool:
+    """Tell whether a Quark specification of weights is MXFP4 in groups of 32."""
     return weight.get("dtype") == "fp4" and weight.get("qscheme") == "per_group" and weight.get("group_size") == 32
 
 
 def as_mapping(value: object, what: str) -> Mapping[str, Any]:
-    """Return a value that has to be an object; raises ConfigUnclearError for anything else."""
+    """Return a value that has to be an object; raises UnclearError for anything else."""
     if not isinstance(value, Mapping):
-        raise ConfigUnclearError(f"{what} must be an object, found {type(value).__name__}")
+        raise UnclearError(f"{what} must be an object, found {type(value).__name__}")
     return value
 
 
-def _method(quantization: Quantization, model_type: str, release: VllmRelease, requested: str | None) -> str | None:
-    raw = quantization.raw
-    stated = raw.get("quant_method", "")
-    if not isinstance(stated, str):
-        raise ConfigUnclearError(f"quant_method must be a string, found {type(stated).__name__}")
-    stated = _modelopt_file_method(raw, release) or stated.lower().replace("compressed_tensors", "compressed-tensors")
-    chosen = _override(stated, raw, model_type, release, requested)
-    if chosen is None:
-        if requested and requested != stated:
-            raise ConfigRefusedError(
-                f"Quantization method specified in the model config ({stated or None}) does not match the quantization "
-                f"method specified in the `quantization` argument ({requested})."
-            )
-        chosen = stated
-    if not chosen:
-        return None
-    if chosen not in METHODS:
-        raise ConfigRefusedError(f"Unknown quantization method: {chosen}. Must be one of {METHODS}.")
-    if chosen not in CLASSES:
-        raise ConfigRefusedError(f"{chosen} quantization is currently not supported in rocm.")
-    if chosen == "fbgemm_fp8":
+def _method(raw: Mapping[str, Any], model_type: str, release: VllmRelease) -> str:
+    """Return the method whose class is built; empty where the config names none."""
+    written = raw.get("quant_method", "")
+    if not isinstance(written, str):
+        raise UnclearError(f"quant_method must be a string, found {type(written).__name__}")
+    written = _modelopt_file_method(raw, release) or written.lower().replace("compressed_tensors", "compressed-tensors")
+    method = _override(written, raw, model_type, release) or written
+    if not method:
+        return ""
+    if method not in METHODS:
+        raise ConfigRefusedError(f"Unknown quantization method: {method}. Must be one of {METHODS}.")
+    if method not in CLASSES:
+        raise ConfigRefusedError(f"{method} quantization is currently not supported in rocm.")
+    if method == "fbgemm_fp8":
         raise ConfigRefusedError(
             "The quantization method fbgemm_fp8 is deprecated and will be removed in future versions of vLLM. To bypass, "
             "set `--allow-deprecated-quantization`."
         )
-    return chosen
+    return method
 
 
 def _modelopt_file_method(raw: Mapping[str, Any], release: VllmRelease) -> str | None:
@@ -258,28 +235,27 @@ def _modelopt_file_method(raw: Mapping[str, Any], release: VllmRelease) -> str |
     return methods[str(algo).upper()]
 
 
-def _override(stated: str, raw: Mapping[str, Any], model_type: str, release: VllmRelease, requested: str | None) -> str | None:
-    """Return the method that some class claims instead of the stated one, in vLLM's order of asking."""
-    if stated in ("gptq", "awq") and requested in (None, stated, f"{stated}_marlin", f"auto_{stated}", "marlin"):
-        return f"auto_{stated}"
-    if stated == "auto-round":
+def _override(written: str, raw: Mapping[str, Any], model_type: str, release: VllmRelease) -> str | None:
+    """Return the method that some class takes instead of the written one, in vLLM's order of asking."""
+    if written in ("gptq", "awq"):
+        return f"auto_{written}"
+    if written == "auto-round":
         return "inc"
-    if claimed := _modelopt_override(stated, raw):
-        return claimed
-    if stated in ("mxfp4", "gpt_oss_mxfp4") and model_type == "gpt_oss":
+    if modelopt := _modelopt_override(written, raw):
+        return modelopt
+    if written in ("mxfp4", "gpt_oss_mxfp4") and model_type == "gpt_oss":
         return "gpt_oss_mxfp4"
-    claims = ("fp8", "deepseek_v4_fp8")
-    if stated in claims or (release.quark_as_deepseek and stated == "quark" and is_quark_mxfp4(raw)):
-        types = DEEPSEEK_V41_TYPES if release.v41_class else DEEPSEEK_V4_TYPES
-        if model_type in types or requested == "deepseek_v4_fp8":
-            return "deepseek_v4_fp8"
+    types = DEEPSEEK_V41_TYPES if release.v41_class else DEEPSEEK_V4_TYPES
+    quark = release.quark_as_deepseek and written == "quark" and is_quark_mxfp4(raw)
+    if model_type in types and (quark or written in ("fp8", "deepseek_v4_fp8")):
+        return "deepseek_v4_fp8"
     return None
 
 
-def _modelopt_override(stated: str, raw: Mapping[str, Any]) -> str | None:
-    if not stated.startswith("modelopt"):
+def _modelopt_override(written: str, raw: Mapping[str, Any]) -> str | None:
+    if not written.startswith("modelopt"):
         return None
-    inner = raw.get("quantization", raw) if "quantization" in raw else raw
+    inner = raw.get("quantization", raw)
     algo = str(inner.get("quant_algo", "")).upper() if isinstance(inner, Mapping) else ""
     if algo == "FP8":
         return "modelopt"
@@ -295,12 +271,12 @@ def _build(method: str, raw: Mapping[str, Any], release: VllmRelease) -> VllmQua
     if method == "deepseek_v4_fp8":
         return _deepseek(raw, release)
     if method == "fp8":
-        return _fp8(raw, Kind.FP8, name)
+        return _fp8(raw, VllmQuantKind.FP8, name)
     if method == "quark":
-        return VllmQuant(Kind.QUARK, name, quark=_quark(raw))
+        return VllmQuant(VllmQuantKind.QUARK, name, quark=_quark(raw))
     if name == "ModelOptMxFp8Config":
-        return VllmQuant(Kind.MXFP8 if release.mxfp8 else Kind.OTHER, name, ignored=_mxfp8(raw, release))
-    return VllmQuant(Kind.OTHER, name)
+        return VllmQuant(VllmQuantKind.MXFP8 if release.mxfp8 else VllmQuantKind.OTHER, name, ignored=_mxfp8(raw, release))
+    return VllmQuant(VllmQuantKind.OTHER, name)
 
 
 def _deepseek(raw: Mapping[str, Any], release: VllmRelease) -> VllmQuant:
@@ -309,11 +285,11 @@ def _deepseek(raw: Mapping[str, Any], release: VllmRelease) -> VllmQuant:
         exclude = [name for name in raw.get("exclude") or [] if isinstance(name, str)]
         raw = {"activation_scheme": "dynamic", "weight_block_size": [128, 128], "ignored_layers": exclude}
     known = release.v41_class_checked or not release.v41_class
-    built = _fp8(raw, Kind.DEEPSEEK_V4 if known else Kind.FP8, "DeepseekV4FP8Config")
+    built = _fp8(raw, VllmQuantKind.DEEPSEEK_V4 if known else VllmQuantKind.FP8, "DeepseekV4FP8Config")
     return replace(built, from_quark=from_quark)
 
 
-def _fp8(raw: Mapping[str, Any], kind: Kind, name: str) -> VllmQuant:
+def _fp8(raw: Mapping[str, Any], kind: VllmQuantKind, name: str) -> VllmQuant:
     """Read what ``Fp8Config.from_config`` reads, with its checks in its order."""
     if "activation_scheme" not in raw:
         raise ConfigRefusedError("Cannot find any of ['activation_scheme'] in the model's quantization config.")
@@ -322,7 +298,7 @@ def _fp8(raw: Mapping[str, Any], kind: Kind, name: str) -> VllmQuant:
         raise ConfigRefusedError(f"Unsupported activation scheme {scheme}")
     if block is not None:
         if not isinstance(block, (list, tuple)):
-            raise ConfigUnclearError(f"weight_block_size must be a list, found {type(block).__name__}")
+            raise UnclearError(f"weight_block_size must be a list, found {type(block).__name__}")
         if len(block) != 2:
             raise ConfigRefusedError(
                 f"The quantization block size of weight must have 2 dimensions, but got {len(block)} dimensions"
@@ -337,7 +313,7 @@ def _fp8(raw: Mapping[str, Any], kind: Kind, name: str) -> VllmQuant:
 
 def _string_list(value: object, what: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise ConfigUnclearError(f"{what} must be a list of strings")
+        raise UnclearError(f"{what} must be a list of strings")
     return tuple(value)
 
 

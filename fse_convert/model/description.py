@@ -1,0 +1,97 @@
+"""A MoE model as its headers show it: layers, how their experts are stored, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from fse_convert.errors import Problem
+from fse_convert.model.families import Family
+from fse_convert.model.formats import Format
+from fse_convert.model.grouping import Seen
+from fse_convert.model.moe import Expert, MoELayer, Role
+
+NOT_UNDERSTOOD = frozenset({
+    "experts-stacked", "expert-unknown", "expert-outside", "experts-differ", "dtype-unsupported", "weight-shape",
+    "part-ambiguous", "part-unknown", "format-unknown", "scale-dtype",
+})  # fmt: skip
+"""Codes of problems with a checkpoint that is whole, but of a kind that is not supported; all others mean that it is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroup:
+    """Experts of one layer that are stored alike: their formats by role, hidden size, and the width of one of them."""
+
+    experts: tuple[Expert, ...]
+    formats: Mapping[Role, Format]
+    hidden: int
+    width: int
+
+    @property
+    def label(self) -> str:
+        """The storage format in a few words."""
+        return " / ".join(dict.fromkeys(f.label for f in self.formats.values()))
+
+    def stored_like(self, other: ExpertGroup) -> bool:
+        """Tell whether one kernel could read the experts of both groups."""
+        return all(self.formats[role].same_storage == other.formats[role].same_storage for role in Role)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDescription:
+    """One MoE layer with its routed and shared experts, or the problems that keep them from being understood."""
+
+    layer: MoELayer
+    routed: ExpertGroup | None
+    shared: ExpertGroup | None
+    problems: tuple[Problem, ...]
+
+    @property
+    def groups(self) -> tuple[ExpertGroup, ...]:
+        """The groups that are understood, routed experts first."""
+        return tuple(group for group in (self.routed, self.shared) if group)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """All MoE layers of a model.
+
+    ``family`` None: no row knows this model type, ``layers`` is empty, and ``seen`` lists the names that look like
+    experts. ``section``: the config section that holds the widths. ``n_shared``: shared experts per layer, by which the shared
+    width is divided. ``conflicts``: where the configs contradict the headers. ``strays``: expert tensors outside the family's
+    MoE blocks. ``gaps``: layers and experts that are missing.
+    """
+
+    family: Family | None
+    model_type: str
+    section: str = ""
+    n_shared: int = 0
+    layers: tuple[LayerDescription, ...] = ()
+    conflicts: tuple[Problem, ...] = ()
+    strays: tuple[str, ...] = ()
+    seen: tuple[Seen, ...] = ()
+    gaps: tuple[Problem, ...] = ()
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Problems of all layers, in layer order, what is missing between them, and experts outside of any layer."""
+        return (*(p for layer in self.layers for p in layer.problems), *self.gaps, *self.outside)
+
+    @property
+    def outside(self) -> tuple[Problem, ...]:
+        """The problem that ``strays`` are, if there are any."""
+        if not self.strays:
+            return ()
+        hint = "padding would leave them at their old width"
+        return (Problem("expert-outside", "experts outside the known MoE blocks", first_of(self.strays), hint),)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Distinct widths of one routed expert over all layers, ascending."""
+        return tuple(sorted({d.routed.width for d in self.layers if d.routed}))
+
+
+def first_of(places: Iterable[str]) -> str:
+    """Name the first of several places and count the others."""
+    first, *others = places
+    return f"{first} and {len(others)} more" if others else first
