@@ -158,15 +158,11 @@ def _ignore(
     chosen = lists.get(key, ()) if key else ()
     for other, names in lists.items():
         if other != key and names and set(names) != set(chosen):
-            hint = f"{method} is read with {' or '.join(keys)}"
-            problems.append(
-                Problem(
-                    "ignore-key-unread",
-                    f"{other} lists {len(names)} modules that servers do not read",
-                    where=other,
-                    hint=hint,
-                )
+            message, hint = (
+                f"{other} lists {len(names)} modules that servers do not read",
+                f"{method} is read with {' or '.join(keys)}",
             )
+            problems.append(Problem("ignore-key-unread", message, other, hint))
     return chosen, key, tuple(problems)
 
 
@@ -228,21 +224,11 @@ def _all_ignored(raw: Mapping[str, Any]) -> set[str]:
 
 def _method_conflicts(method: str | None, raw: Mapping[str, Any]) -> Iterator[Problem]:
     if method is None:
-        hint = "vLLM loads such a model as unquantised"
-        yield Problem(
-            "quant-method-missing",
-            "a quantisation is described without a quant_method",
-            where="quantization_config",
-            hint=hint,
-        )
+        message, hint = "a quantisation is described without a quant_method", "vLLM loads such a model as unquantised"
+        yield Problem("quant-method-missing", message, "quantization_config", hint)
     elif method in MODELOPT_METHODS.values() and "quant_method" not in raw and _upper(_inner(raw).get("quant_algo")) == "MXFP8":
         hint = "vLLM 0.33 knows MXFP8 from config.json only: there it raises Unknown ModelOpt quant algo: MXFP8"
-        yield Problem(
-            "modelopt-file-unread",
-            "MXFP8 is described by hf_quant_config.json alone",
-            where="hf_quant_config.json",
-            hint=hint,
-        )
+        yield Problem("modelopt-file-unread", "MXFP8 is described by hf_quant_config.json alone", "hf_quant_config.json", hint)
 
 
 def _quark_conflicts(raw: Mapping[str, Any], method: str | None) -> Iterator[Problem]:
