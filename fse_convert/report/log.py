@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 
+from fse_convert.report.console import printable
+
 LOGGER = "fse_convert"
 
 
@@ -33,7 +35,7 @@ class Log:
         if self.quiet:
             return
         elapsed = round(time.monotonic() - self.start, 3)
-        shown = json.dumps({"event": event, "elapsed": elapsed, **fields}) if self.as_json else text
+        shown = json.dumps({"event": event, "elapsed": elapsed, **fields}) if self.as_json else printable(text)
         with self.lock, suppress(OSError):
             print(shown, file=sys.stderr, flush=True)  # noqa: T201
 
