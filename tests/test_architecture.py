@@ -37,6 +37,8 @@ READS = {"plan.source"}
 """Files of pure rooms that read: the one place where a source is opened."""
 IO = {"os", "io", "shutil", "tempfile", "subprocess", "socket", "mmap", "fcntl", "pathlib", "click", "rich", "huggingface_hub"}
 TERMINAL = {"click", "rich", "jinja2"}
+FLOATS = {"layout.ue8m0", "conversion.writer", "serving.sglang.modules", "verification", "testing"}
+"""Rooms and files that compute with floats: F32 scales to exponents, experts for the proof, a server's own scales."""
 
 
 def module_name(path: Path) -> str:
@@ -130,3 +132,10 @@ def test_functions_have_at_most_seven_parameters(module: str) -> None:
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_are_readable_in_one_sitting(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 410
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if not {m, room(m)} & FLOATS))
+def test_bytes_are_handled_as_bytes(module: str) -> None:
+    """FP8 and E8M0 as uint8: no float type of torch is named."""
+    used = [ast.unparse(n) for n in nodes(MODULES[module], late=True) if isinstance(n, ast.Attribute)]
+    assert [u for u in used if u.startswith(("torch.float", "torch.bfloat", "torch.half", "torch.double"))] == []

@@ -1,4 +1,4 @@
-"""Where in a shard that is carried over a byte would be a NaN: FP8 weights and E8M0 scales of experts.
+"""NaN codes in shards that are carried over: bytes of an expert's FP8 weight or E8M0 scale that would be a NaN.
 
 What is rewritten is scanned on the way. What is carried over is read back once for its digest anyway.
 """
@@ -19,7 +19,7 @@ DAMAGED = "the checkpoint is damaged: compare its checksum"
 
 
 def expert_codes(description: Description) -> dict[str, tuple[int, ...]]:
-    """The NaN codes of every expert tensor of one-byte elements, by name."""
+    """Return the NaN codes of every expert tensor of one-byte elements, by name."""
     found: dict[str, tuple[int, ...]] = {}
     for layer in description.layers:
         for group in (layer.routed, layer.shared):
@@ -34,7 +34,7 @@ def expert_codes(description: Description) -> dict[str, tuple[int, ...]]:
 
 
 def scans(shard: Shard, codes: Mapping[str, tuple[int, ...]]) -> tuple[Scan, ...]:
-    """What to look for in a shard that is carried over, in file order; neighbours of one format make one range."""
+    """List what to look for in a shard that is carried over, in file order; neighbours of one format make one range."""
     refuse = partial(_refuse, shard)
     found: list[Scan] = []
     for t in shard.header.tensors:
