@@ -1,6 +1,7 @@
-"""Where the kernel finds a byte, as arithmetic on indices: the inverse of MegaMoE's layout for 8-bit weights.
+"""The kernel's addresses and the source's blocks: where each byte of a shared expert is, as arithmetic on indices.
 
-A *physical* row is a row as stored, a *logical* one a row of gate, up or down. ``/`` floors, ``half`` is 0 for gate, 1 for up:
+A *physical* row is a row as stored, a *logical* one a row of gate, up or down. ``/`` floors, ``half`` is 0 for gate, 1 for up.
+Level 1 asks for any stored byte which byte of the source it must be, from physical rows to logical ones:
 
 * L1 weight: physical row ``d`` is row ``8 (d / 16) + d % 8`` of half ``(d % 16) / 8``. L2 weight: rows as they are.
 * L1 scale: physical row ``d = 128 b + 64 q + 32 half + 4 m + j`` is row ``64 b + 16 j + 8 q + m`` of that half.
@@ -8,36 +9,42 @@ A *physical* row is a row as stored, a *logical* one a row of gate, up or down. 
 * Byte ``o`` of a scale tensor over ``N`` rows: word ``w = o / 4``, physical row ``w % N``, K group ``4 (w / N) + o % 4``.
 * The scale of logical row ``r`` and group ``g`` (columns ``32 g`` to ``32 g + 31``) is the block ``(r / bm, 32 g / bk)``.
 
+Level 2 reads whole experts the other way, from logical rows to physical ones: `KernelLayout` by the kernel's addresses,
+`SourceLayout` by the checkpoint's blocks. The two, and level 1, share no arithmetic with each other, and none of them
+uses `fse_convert.layout`, the writer's own: a mistake on one side shows.
+
 Rules: sgl-deep-gemm 0.2.5, deep_gemm/mega/__init__.py and include/deep_gemm/impls/smxx_layout.cuh:181-189; vLLM 0.33,
-model_executor/layers/fused_moe/deep_gemm_mega_moe.py:572-606. Written without `fse_convert.layout`, which the writer uses.
+model_executor/layers/fused_moe/deep_gemm_mega_moe.py:572-606.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 GROUP = 32
-"""Columns under one scale."""
+"""Elements along K under one scale (recipe (1, 1, 32))."""
 ONE = 0x7F
-"""UE8M0 code of 1.0."""
+"""UE8M0 code of 1.0: the scale of padding."""
+Rows = tuple[Tensor, Tensor]
+"""Weight codes uint8 ``[n, k]`` and their scales uint8 ``[n, k / 32]``, rows in logical order."""
 
 
 def l1_weight_rows(d: Tensor) -> tuple[Tensor, Tensor]:
-    """Half and logical row of physical rows ``d`` (int64) of the L1 weight."""
+    """Return half and logical row of physical rows ``d`` (int64) of the L1 weight."""
     return (d % 16) // 8, 8 * (d // 16) + d % 8
 
 
 def l1_scale_rows(d: Tensor) -> tuple[Tensor, Tensor]:
-    """Half and logical row of physical rows ``d`` (int64) of the L1 scale."""
+    """Return half and logical row of physical rows ``d`` (int64) of the L1 scale."""
     b, q, half, m, j = d // 128, d % 128 // 64, d % 64 // 32, d % 32 // 4, d % 4
     return half, 64 * b + 16 * j + 8 * q + m
 
 
 def l2_scale_rows(d: Tensor) -> Tensor:
-    """Logical row of physical rows ``d`` (int64) of the L2 scale."""
+    """Return the logical row of physical rows ``d`` (int64) of the L2 scale."""
     return 128 * (d // 128) + 32 * (d % 4) + d % 128 // 4
 
 
@@ -50,13 +57,13 @@ class BlockScales:
     shape: tuple[int, int]
 
     def at(self, rows: Tensor, groups: Tensor) -> Tensor:
-        """Codes of logical rows ``[r]`` and K groups ``[p, s]``, both within the shape: uint8 ``[p, r, s]``."""
+        """Return the codes of logical rows ``[r]`` and K groups ``[p, s]``, both within the shape: uint8 ``[p, r, s]``."""
         bm, bk = self.block
         return self.codes[(rows // bm)[None, :, None], (GROUP * groups // bk)[:, None, :]]
 
 
 def l1_scale_bytes(gate: BlockScales, up: BlockScales, width: int, words: range) -> Tensor:
-    """What the L1 scale must hold in word columns ``words`` (of ``hidden / 128``) at padded ``width``: uint8 ``[p, 2w, 4]``."""
+    """Return the L1 scale of word columns ``words`` (of ``hidden / 128``) at padded ``width``: uint8 ``[p, 2w, 4]``."""
     half, row = l1_scale_rows(torch.arange(2 * width))
     groups = _groups(words)
     out = torch.full((len(words), 2 * width, 4), ONE, dtype=torch.uint8)
@@ -67,12 +74,12 @@ def l1_scale_bytes(gate: BlockScales, up: BlockScales, width: int, words: range)
 
 
 def l2_scale_bytes(down: BlockScales, words: range) -> Tensor:
-    """What the L2 scale must hold in word columns ``words`` (of ``padded width / 128``): uint8 ``[p, hidden, 4]``."""
+    """Return the L2 scale of word columns ``words`` (of ``padded width / 128``): uint8 ``[p, hidden, 4]``."""
     hidden, width = down.shape
     groups = _groups(words)
     row = l2_scale_rows(torch.arange(hidden))
-    found = down.at(row, groups.clamp(max=(width - 1) // GROUP))
-    return torch.where((GROUP * groups < width)[:, None, :], found, torch.full((), ONE, dtype=torch.uint8))
+    codes = down.at(row, groups.clamp(max=(width - 1) // GROUP))
+    return torch.where((GROUP * groups < width)[:, None, :], codes, torch.full((), ONE, dtype=torch.uint8))
 
 
 def _groups(words: range) -> Tensor:
@@ -80,7 +87,7 @@ def _groups(words: range) -> Tensor:
 
 
 def exponents(raw: Tensor) -> Tensor | None:
-    """UE8M0 codes of FP32 scales, from their bits: uint8 ``[n, 4 k] -> [n, k]``; None if one is no power of two.
+    """Return the UE8M0 codes of FP32 scales, from their bits: uint8 ``[n, 4 k] -> [n, k]``; None if one is not a power of two.
 
     The sign and the mantissa must be zero and the exponent neither 0 nor 255: DeepGEMM traps on anything else
     (deep_gemm/include/deep_gemm/impls/smxx_layout.cuh:178).
@@ -91,3 +98,148 @@ def exponents(raw: Tensor) -> Tensor | None:
     if bool((bits & ~0x7F800000).any()) or bool(((code == 0) | (code == 0xFF)).any()):
         return None
     return code.to(torch.uint8)
+
+
+def _require(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected contiguous {dtype} {shape}")
+
+
+@dataclass(frozen=True)
+class KernelLayout:
+    """The shared expert as MegaMoE reads it, every byte found by the kernel's own address.
+
+    ``l1_weight`` uint8 ``[2S, H]``, ``l1_scale`` int32 as stored ``[H / 128, 2S]``, ``l2_weight`` uint8 ``[H, S]``,
+    ``l2_scale`` int32 as stored ``[S / 128, H]``; contiguous, on one device. Raises ValueError on any other dtype or
+    shape and on an ``H`` or ``S`` that is not a multiple of 128.
+
+    Addresses (``/`` floors): row ``r`` of gate is physical row ``16 (r / 8) + r % 8`` of L1, of up 8 further; its
+    scale row is ``p = 128 (r / 64) + 64 ((r / 8) % 2) + 32 half + 4 (r % 8) + (r % 64) / 16``; row ``n`` of down keeps
+    its place, its scale row is ``p = 128 (n / 128) + 4 (n % 32) + (n % 128) / 32``. The scale of row ``p`` of ``N``
+    and K group ``g`` is byte ``4 ((g / 4) N + p) + g % 4``. Source: sgl-deep-gemm 0.2.5, deep_gemm/mega/__init__.py
+    and deep_gemm/include/deep_gemm/impls/smxx_layout.cuh, composed into offsets.
+    """
+
+    l1_weight: Tensor
+    l1_scale: Tensor
+    l2_weight: Tensor
+    l2_scale: Tensor
+
+    def __post_init__(self) -> None:
+        if self.l2_weight.dim() != 2 or self.hidden % 128 or self.width % 128:
+            raise ValueError(f"l2_weight {tuple(self.l2_weight.shape)} is not [hidden, width] in multiples of 128")
+        hidden, width = self.hidden, self.width
+        _require("l1_weight", self.l1_weight, torch.uint8, (2 * width, hidden))
+        _require("l1_scale", self.l1_scale, torch.int32, (hidden // 128, 2 * width))
+        _require("l2_weight", self.l2_weight, torch.uint8, (hidden, width))
+        _require("l2_scale", self.l2_scale, torch.int32, (width // 128, hidden))
+
+    @property
+    def hidden(self) -> int:
+        """Return H."""
+        return self.l2_weight.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Return S: the shared width, padding included."""
+        return self.l2_weight.shape[1]
+
+    def to(self, device: torch.device) -> KernelLayout:
+        """Move all four tensors."""
+        return KernelLayout(*(t.to(device) for t in (self.l1_weight, self.l1_scale, self.l2_weight, self.l2_scale)))
+
+    def gate_rows(self, start: int, stop: int) -> Rows:
+        """Return rows of gate."""
+        return self._l1_rows(start, stop, 0)
+
+    def up_rows(self, start: int, stop: int) -> Rows:
+        """Return rows of up."""
+        return self._l1_rows(start, stop, 1)
+
+    def down_rows(self, start: int, stop: int) -> Rows:
+        """Return rows of down."""
+        n = torch.arange(start, stop, device=self.l2_weight.device)
+        p = 128 * (n // 128) + 4 * (n % 32) + (n % 128) // 32
+        return _codes_at(self.l2_weight, n), _scales_at(self.l2_scale, p, self.width // GROUP)
+
+    def _l1_rows(self, start: int, stop: int, half: int) -> Rows:
+        r = torch.arange(start, stop, device=self.l1_weight.device)
+        p = 128 * (r // 64) + 64 * ((r // 8) % 2) + 32 * half + 4 * (r % 8) + (r % 64) // 16
+        codes = _codes_at(self.l1_weight, 16 * (r // 8) + 8 * half + r % 8)
+        return codes, _scales_at(self.l1_scale, p, self.hidden // GROUP)
+
+
+def _codes_at(weight: Tensor, row: Tensor) -> Tensor:
+    return weight[row]  # K is contiguous
+
+
+def _scales_at(stored: Tensor, row: Tensor, groups: int) -> Tensor:
+    g = torch.arange(groups, device=row.device)
+    offset = 4 * ((g // 4) * stored.shape[1] + row[:, None]) + g % 4
+    return stored.view(-1).view(torch.uint8)[offset]
+
+
+@dataclass(frozen=True)
+class SourceLayout:
+    """The shared expert as the source checkpoint holds it.
+
+    ``gate``, ``up`` uint8 ``[S, H]`` and ``down`` uint8 ``[H, S]`` are E4M3 codes; their scales are uint8 E8M0, one
+    per block of ``block`` = (rows, columns), the last block of an axis being partial (``[ceil, ceil]``). Raises
+    ValueError on any other dtype or shape, and when the block's columns, ``H`` or ``S`` are not multiples of 32. Rule:
+    vLLM 0.33, model_executor/layers/fused_moe/deep_gemm_mega_moe.py, ``_pack_scale``.
+    """
+
+    gate: Tensor
+    gate_scale: Tensor
+    up: Tensor
+    up_scale: Tensor
+    down: Tensor
+    down_scale: Tensor
+    block: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if min(self.block) < 1 or self.block[1] % GROUP:
+            raise ValueError(f"blocks of {self.block}: their columns come in multiples of {GROUP}")
+        if self.gate.dim() != 2 or self.width % GROUP or self.hidden % GROUP:
+            raise ValueError(f"gate {tuple(self.gate.shape)} is not [width, hidden] in multiples of {GROUP}")
+        shapes = {"gate": (self.width, self.hidden), "up": (self.width, self.hidden), "down": (self.hidden, self.width)}
+        for name, (n, k) in shapes.items():
+            _require(name, getattr(self, name), torch.uint8, (n, k))
+            blocks = (-(-n // self.block[0]), -(-k // self.block[1]))
+            _require(f"{name}_scale", getattr(self, f"{name}_scale"), torch.uint8, blocks)
+
+    @property
+    def hidden(self) -> int:
+        """Return H."""
+        return self.gate.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Return S: the shared width before padding."""
+        return self.gate.shape[0]
+
+    def to(self, device: torch.device) -> SourceLayout:
+        """Move all six tensors."""
+        names = ("gate", "gate_scale", "up", "up_scale", "down", "down_scale")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def gate_rows(self, start: int, stop: int) -> Rows:
+        """Return rows of gate."""
+        return self._rows(self.gate, self.gate_scale, start, stop)
+
+    def up_rows(self, start: int, stop: int) -> Rows:
+        """Return rows of up."""
+        return self._rows(self.up, self.up_scale, start, stop)
+
+    def down_rows(self, start: int, stop: int) -> Rows:
+        """Return rows of down."""
+        return self._rows(self.down, self.down_scale, start, stop)
+
+    def _rows(self, weight: Tensor, scale: Tensor, start: int, stop: int) -> Rows:
+        rows = torch.arange(start, stop, device=weight.device) // self.block[0]
+        columns = torch.arange(0, weight.shape[1], GROUP, device=weight.device) // self.block[1]
+        return weight[start:stop], scale[rows[:, None], columns]
+
+
+ExpertWeights = KernelLayout | SourceLayout
+"""What a computation reads: rows of gate and up ``[width, hidden]`` and of down ``[hidden, width]``."""

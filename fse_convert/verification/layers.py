@@ -1,4 +1,4 @@
-"""Levels 2 and 3 over the layers of an output: what `reference` and `kernel` check of one shared expert, for each of them."""
+"""Levels 2 and 3 over the layers of an output: what `numerics` and `kernel` check of one shared expert, for each of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from torch import Tensor
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.model.moe import Role
 from fse_convert.torch_threads import one_torch_thread
-from fse_convert.verification.addresses import GROUP, ONE, BlockScales
+from fse_convert.verification.addresses import GROUP, ONE, BlockScales, KernelLayout, SourceLayout
 from fse_convert.verification.demanded import Demand
 from fse_convert.verification.expected import KernelExpert, swiglu_limit
-from fse_convert.verification.experts import KernelLayout, SourceLayout
 from fse_convert.verification.findings import KERNEL_RAISED, NO_KERNEL, NO_LAYERS, SEED, TOKENS, Findings, Progress, ignore
 from fse_convert.verification.headers import read_sidecar
-from fse_convert.verification.kernel import KernelProbe, KernelResult, check_kernel, probe
+from fse_convert.verification.kernel import KernelProbe, KernelResult, KernelSettings, check_kernel, probe
+from fse_convert.verification.numerics import NumericsResult, check_numerics, fused_expert, sample_hidden_states
 from fse_convert.verification.passes import choose
 from fse_convert.verification.pieces import SourceTensors, block_scales
-from fse_convert.verification.reference import NumericsResult, check_numerics, fused_expert, sample_hidden_states
 from fse_convert.verification.stream import InputFiles, input_files
 
 Pair = tuple[KernelLayout, SourceLayout]
@@ -160,22 +159,20 @@ def run_kernel(
         limit = swiglu_limit(demanded.source)
         with _reading(demanded, out) as read:
             for expert in chosen:
-                results.append((expert.prefix, _run_one(read(expert), demanded, limit, device, found)))
+                results.append((expert.prefix, _run_one(read(expert), demanded, limit, device)))
                 progress(f"kernel of {expert.prefix}", 0, True)
     status, reason, cause = _conclude(results, len(chosen), found)
     counts = (demanded.moe_layers, demanded.left_out, sample)
     return KernelSummary(status, reason, tuple(results), len(demanded.experts), found, cause, *counts)
 
 
-def _run_one(
-    pair: Pair | str, demanded: Demand, limit: float | None, device: torch.device | None, found: KernelProbe
-) -> KernelResult:
+def _run_one(pair: Pair | str, demanded: Demand, limit: float | None, device: torch.device | None) -> KernelResult:
     if isinstance(pair, str):
-        return KernelResult("failed", pair, {}, found)
+        return KernelResult("failed", pair, {})
     kernel, theirs = pair
     x = sample_hidden_states(TOKENS, kernel.hidden, SEED)
-    reference, shared = fused_expert(x, theirs, limit), demanded.plan.decision.n_shared
-    return check_kernel(kernel, x, reference, source=theirs, shared_experts=shared, limit=limit, device=device)
+    settings = KernelSettings(shared_experts=demanded.plan.decision.n_shared, limit=limit, device=device)
+    return check_kernel(kernel, x, fused_expert(x, theirs, limit), settings, source=theirs)
 
 
 def _conclude(results: list[tuple[str, KernelResult]], wanted: int, found: KernelProbe) -> tuple[str, str, str]:

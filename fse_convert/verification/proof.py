@@ -166,7 +166,7 @@ def _events(observe: Observer) -> Progress:
 
 
 def _device(name: str) -> torch.device:
-    from fse_convert.verification.reference import pick_device
+    from fse_convert.verification.numerics import pick_device
 
     try:
         return pick_device(name)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fse_convert.layout import megamoe, padding, ue8m0
-from fse_convert.verification.reference import KernelLayout, SourceLayout
+from fse_convert.verification.addresses import KernelLayout, SourceLayout
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]

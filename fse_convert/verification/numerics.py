@@ -11,7 +11,7 @@ Padded and unpadded agree bit for bit by construction, not by luck of a matrix l
 * A group's sum is scaled by powers of two (exact) and added to a float64 accumulator, group after group along K,
   element by element: correctly rounded additions in an order that no width, chunk size or thread count can change.
 * Rows of L1 do not see each other. Padded channels give ``+0``, in L2 they come last, and adding zero changes nothing.
-* The one transcendental, exp, comes from a table over all 65536 BF16 gates: no vector's tail can round differently.
+* The one transcendental, exp, comes from a table over all 65536 BF16 gates: the tail of a vectorised loop cannot round differently.
 
 The padded side computes its full width; nothing is cut away first. Equal sums alone would not show a non-zero gate row
 that meets zero columns of down, so the padding's bytes are compared with their fill as well.
@@ -31,36 +31,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from fse_convert.verification.experts import GROUP, ExpertWeights, KernelLayout, Rows, SourceLayout
+from fse_convert.verification.addresses import GROUP, ONE, ExpertWeights, KernelLayout, Rows, SourceLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "Difference",
-    "Exact",
-    "ExpertWeights",
-    "KernelLayout",
-    "NumericsResult",
-    "SourceLayout",
-    "Trace",
-    "check_numerics",
-    "exact_expert",
-    "fused_expert",
-    "pick_device",
-    "quantize_input",
-    "relative_l2",
-    "requantize",
-    "sample_hidden_states",
-    "swiglu",
-    "trace_expert",
-]
-
 E4M3_MAX = 448.0
-PAD_WEIGHT, PAD_SCALE = 0x00, 0x7F
 WORKING_SET = 48 << 20
 """Bytes of decoded weights and group products that one step holds."""
-TOKENS_AT_ONCE = 256
 HALF_STEP = 2.0**-4
 """Largest relative error of rounding to E4M3; the root mean square over uniform mantissas is 0.4 of it."""
 BF16_HALF_STEP = 2.0**-9
@@ -68,7 +46,7 @@ BF16_HALF_STEP = 2.0**-9
 
 @functools.cache
 def _sigmoid_table(device: torch.device) -> Tensor:
-    """``1 / (1 + exp(-g))`` in FP32 for every BF16 ``g``, by its bits; made on the CPU, so the same on every device."""
+    """Return ``1 / (1 + exp(-g))`` in FP32 for every BF16 ``g``, by its bits; computed on the CPU: the same on every device."""
     g = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     return (1 / (1 + torch.exp(-g.double()).float())).to(device)
 
@@ -81,23 +59,23 @@ def _scale_table(device: torch.device) -> Tensor:
 
 
 def decode_codes(codes: Tensor) -> Tensor:
-    """Turn E4M3 codes (uint8, any shape) into float64, exactly; 0x7F and 0xFF give NaN."""
+    """Decode E4M3 codes (uint8, any shape) to float64, exactly; 0x7F and 0xFF give NaN."""
     return codes.view(torch.float8_e4m3fn).double()
 
 
 def decode_scales(scale: Tensor) -> Tensor:
-    """Turn UE8M0 bytes (uint8, any shape) into float64, exactly: ``2 ** (byte - 127)``; 0xFF gives NaN."""
+    """Decode UE8M0 bytes (uint8, any shape) to float64, exactly: ``2 ** (byte - 127)``; 0xFF gives NaN."""
     return _scale_table(scale.device)[scale.int()]
 
 
-def quantize_input(x: Tensor, group: int = GROUP) -> Rows:
+def quantize_input(x: Tensor) -> Rows:
     """Quantise activations as servers do before the kernel.
 
-    ``x`` BF16 ``[t, h]``. Returns codes uint8 ``[t, h]`` and scales uint8 ``[t, h / group]``: the scale is
+    ``x`` BF16 ``[t, h]``. Returns codes uint8 ``[t, h]`` and scales uint8 ``[t, h / 32]``: the scale is
     ``2 ** ceil(log2(max(amax, 1e-4) / 448))`` with its byte within [1, 254], the codes are rounded to nearest even.
     Rule: sgl-deep-gemm 0.2.5, deep_gemm/utils/math.py, ``per_token_cast_to_fp8(use_ue8m0=True, gran_k=32)``.
     """
-    groups = x.float().view(x.shape[0], -1, group)
+    groups = x.float().view(x.shape[0], -1, GROUP)
     bits = (groups.abs().amax(2).clamp(1e-4) / E4M3_MAX).view(torch.int32)
     exponent = (((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()).clamp(1, 254)
     codes = (groups / (exponent << 23).view(torch.float32)[:, :, None]).to(torch.float8_e4m3fn)
@@ -173,7 +151,7 @@ class Trace:
 
     @property
     def y(self) -> Tensor:
-        """The output as the kernel writes it: BF16 ``[t, h]``."""
+        """Return the output as the kernel writes it: BF16 ``[t, h]``."""
         return self.output.float().bfloat16()
 
 
@@ -190,10 +168,14 @@ def fused_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) 
     """Compute what the kernel returns for tokens without routed experts.
 
     ``x`` BF16 ``[t, h]``, on the device of ``weights``. Returns BF16 ``[t, h]``. ``limit``: the model's SwiGLU limit,
-    None for none. The working set beside the weights does not grow with ``t``.
+    None for none.
     """
-    parts = torch.split(x, TOKENS_AT_ONCE)
-    return torch.cat([trace_expert(part, weights, limit).y for part in parts])
+    return trace_expert(x, weights, limit).y
+
+
+def _dequantize(rows: Rows) -> Tensor:
+    codes, scale = rows
+    return (decode_codes(codes).view(*scale.shape, GROUP) * decode_scales(scale)[:, :, None]).view(codes.shape)
 
 
 @dataclass(frozen=True)
@@ -208,20 +190,10 @@ def exact_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) 
     """Compute the dequantised expert in float64 by plain matrix products: no BF16, no requantisation.
 
     ``x`` BF16 ``[t, h]`` is quantised first, as for the kernel: what is measured is the expert, not the rounding of
-    its input. ``noise`` is the root mean square norm of the error when every activation ``a[t, j]`` is off by the
-    largest rounding error ``d[t, j]`` there is (half a step of E4M3, plus BF16's of gate and up), with independent
+    its input. ``noise`` is the root mean square norm of the error when every activation ``a[t, j]`` is off by its
+    largest possible rounding error ``d[t, j]`` (half a step of E4M3, plus BF16's of gate and up), with independent
     signs: ``sqrt(sum d[t, j] ** 2 * |down[:, j]| ** 2)``.
     """
-    parts = [_exact(part, weights, limit) for part in torch.split(x, TOKENS_AT_ONCE)]
-    return Exact(torch.cat([p.output for p in parts]), math.hypot(*(p.noise for p in parts)))
-
-
-def _dequantize(rows: Rows) -> Tensor:
-    codes, scale = rows
-    return (decode_codes(codes).view(*scale.shape, GROUP) * decode_scales(scale)[:, :, None]).view(codes.shape)
-
-
-def _exact(x: Tensor, weights: ExpertWeights, limit: float | None) -> Exact:
     hidden, width = weights.hidden, weights.width
     x_th = _dequantize(quantize_input(x))
     gate, up = (
@@ -244,7 +216,7 @@ def _exact(x: Tensor, weights: ExpertWeights, limit: float | None) -> Exact:
 
 
 def relative_l2(value: Tensor, reference: Tensor) -> float:
-    """Give ``|value - reference| / |reference|`` in float64: 0 if both are zero, infinity if only the reference is."""
+    """Return ``|value - reference| / |reference|`` in float64: 0 if both are zero, infinity if only the reference is."""
     reference = reference.double()
     error = float(torch.linalg.vector_norm(value.double() - reference))
     norm = float(torch.linalg.vector_norm(reference))
@@ -266,30 +238,26 @@ class Difference:
 class NumericsResult:
     """Level 2's answer for one shared expert.
 
-    ``passed``: every stage is equal, the padding holds its fill and contributes nothing, all is finite, and
-    ``relative_l2 <= bound``. ``bit_equal``: the BF16 outputs are equal in every bit (else ``differing`` of them are
-    not, the first at ``first`` = (token, hidden)). ``differences``: what is unequal, in the order of the computation,
-    so that the first one says where to look. ``relative_l2``: of the fused output against `exact_expert`, judged by
-    ``bound``.
+    ``differences``: what is unequal, in the order of the computation, so that the first one says where to look: stages,
+    output, and padding that does not hold its fill or contributes something. ``bit_equal``: the BF16 outputs are equal
+    in every bit. ``finite``: no output is infinite or NaN. ``relative_l2``: of the fused output against `exact_expert`.
     """
 
-    passed: bool
-    bit_equal: bool
-    differing: int
-    first: tuple[int, ...] | None
     differences: tuple[Difference, ...]
+    bit_equal: bool
     finite: bool
     relative_l2: float
     bound: float
-    tokens: int
-    hidden: int
-    source_width: int
-    width: int
     device: str
 
     @property
+    def passed(self) -> bool:
+        """Whether nothing differs, all is finite, and ``relative_l2`` is within ``bound``."""
+        return not self.differences and self.finite and self.relative_l2 <= self.bound
+
+    @property
     def reason(self) -> str:
-        """One sentence: the first thing that is wrong, or that nothing is."""
+        """Return one sentence: the first thing that is wrong, or that nothing is."""
         if self.differences:
             d = self.differences[0]
             return f"{d.what}: {d.count} not as expected, the first at {d.first}"
@@ -334,20 +302,20 @@ def _stages(ours: Trace, expected: Trace) -> list[Difference]:
 
 
 def _padding(kernel: KernelLayout, ours: Trace, s: int) -> list[Difference]:
-    """Compare all beyond source width ``s`` with what it must be: the layout's bytes, and what the run made of them."""
+    """Compare everything beyond source width ``s`` with what it must be: the layout's bytes, and what the run made of them."""
     g = s // GROUP
-    found = []
+    different = []
     for name, read in (("gate", kernel.gate_rows), ("up", kernel.up_rows)):
         codes, scale = read(s, kernel.width)
-        found += _difference(f"{name} weight padding (channel, hidden)", codes, PAD_WEIGHT, (s, 0))
-        found += _difference(f"{name} scale padding (channel, group)", scale, PAD_SCALE, (s, 0))
+        different += _difference(f"{name} weight padding (channel, hidden)", codes, 0, (s, 0))
+        different += _difference(f"{name} scale padding (channel, group)", scale, ONE, (s, 0))
     for start, stop in _chunks(kernel.hidden, 16 * kernel.width):
         codes, scale = kernel.down_rows(start, stop)
-        found += _difference("down weight padding (hidden, channel)", codes[:, s:], PAD_WEIGHT, (start, s))
-        found += _difference("down scale padding (hidden, group)", scale[:, g:], PAD_SCALE, (start, g))
-    found += _difference("activation codes in padding (token, channel)", ours.codes[:, s:], 0, (0, s))
-    found += _difference("activation scales in padding (token, group)", ours.scale[:, g:], 0, (0, g))
-    return found
+        different += _difference("down weight padding (hidden, channel)", codes[:, s:], 0, (start, s))
+        different += _difference("down scale padding (hidden, group)", scale[:, g:], ONE, (start, g))
+    different += _difference("activation codes in padding (token, channel)", ours.codes[:, s:], 0, (0, s))
+    different += _difference("activation scales in padding (token, group)", ours.scale[:, g:], 0, (0, g))
+    return different
 
 
 def check_numerics(
@@ -369,8 +337,9 @@ def check_numerics(
     The bound on `relative_l2` is ``hypot(2**-4, noise / norm) + 2**-9``: requantisation errors may agree (all channels
     at the limit: at most half a step of E4M3), be independent (`exact_expert`'s noise, which grows with cancellation in
     down), and the output is rounded to BF16. Normal weights give 0.027 against a bound of 0.1; it catches a computation
-    that is wrong on both sides, whereas a wrong byte on one side is the bit comparison's to catch. Raises ValueError
-    when the hidden sizes differ or the kernel's width is the smaller one.
+    that is wrong on both sides; a wrong byte on one side is caught by the bit comparison.
+
+    Raises ValueError when the hidden sizes differ or the kernel's width is smaller than the source's.
     """
     if kernel.hidden != source.hidden or kernel.width < source.width:
         raise ValueError(f"kernel {kernel.hidden}x{kernel.width} cannot hold source {source.hidden}x{source.width}")
@@ -378,29 +347,16 @@ def check_numerics(
     kernel, source = kernel.to(where), source.to(where)
     x = sample_hidden_states(tokens, source.hidden, seed) if hidden_states is None else hidden_states
     x = x.to(where)
-    ours, expected, exact = (
-        trace_expert(x, kernel, limit),
-        trace_expert(x, source, limit),
-        exact_expert(x, source, limit),
-    )
+    ours, expected = trace_expert(x, kernel, limit), trace_expert(x, source, limit)
+    exact = exact_expert(x, source, limit)
     output = _difference("output (token, hidden)", ours.y.view(torch.int16), expected.y.view(torch.int16))
     differences = (*_stages(ours, expected), *output, *_padding(kernel, ours, source.width))
     norm = float(torch.linalg.vector_norm(exact.output))
-    bound = math.hypot(HALF_STEP, exact.noise / norm if norm else 0.0) + BF16_HALF_STEP
-    error = relative_l2(ours.y, exact.output)
-    finite = all(bool(t.isfinite().all()) for t in (ours.y, expected.y, exact.output))
     return NumericsResult(
-        passed=not differences and finite and error <= bound,
-        bit_equal=not output,
-        differing=output[0].count if output else 0,
-        first=output[0].first if output else None,
         differences=differences,
-        finite=finite,
-        relative_l2=error,
-        bound=bound,
-        tokens=len(x),
-        hidden=source.hidden,
-        source_width=source.width,
-        width=kernel.width,
+        bit_equal=not output,
+        finite=all(bool(t.isfinite().all()) for t in (ours.y, expected.y, exact.output)),
+        relative_l2=relative_l2(ours.y, exact.output),
+        bound=math.hypot(HALF_STEP, exact.noise / norm if norm else 0.0) + BF16_HALF_STEP,
         device=str(where),
     )

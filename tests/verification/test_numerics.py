@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fse_convert.verification import reference
-from fse_convert.verification.reference import (
-    KernelLayout,
-    SourceLayout,
+from fse_convert.verification import numerics
+from fse_convert.verification.addresses import KernelLayout, SourceLayout
+from fse_convert.verification.numerics import (
     check_numerics,
     exact_expert,
     fused_expert,
@@ -136,10 +135,10 @@ def test_agrees_with_an_element_by_element_oracle(make_source, width, block, lim
 
 def test_every_code_and_every_scale_byte():
     codes = torch.arange(256, dtype=torch.uint8)
-    values = reference.decode_codes(codes)
+    values = numerics.decode_codes(codes)
     assert values[[0x7F, 0xFF]].isnan().all()
     assert all(values[c] == float(e4m3(c)) for c in range(256) if c & 0x7F != 0x7F)
-    scales = reference.decode_scales(codes)
+    scales = numerics.decode_scales(codes)
     assert scales[255].isnan()
     assert all(scales[b] == 2.0 ** (b - 127) for b in range(255))
 
@@ -162,7 +161,7 @@ def test_sums_over_a_group_are_exact_at_both_ends_of_the_range():
     x = torch.tensor([[biggest] * 31 + [smallest], [smallest] * 32], dtype=torch.uint8)
     w = torch.tensor([[biggest] * 31 + [smallest], [0xFE] * 16 + [biggest] * 15 + [0x81]], dtype=torch.uint8)
     ones = torch.full((2, 1), 127, dtype=torch.uint8)
-    sums = reference._linear((x, ones), lambda a, b: (w[a:b], ones[a:b]), 2)
+    sums = numerics._linear((x, ones), lambda a, b: (w[a:b], ones[a:b]), 2)
     for t in range(2):
         for n in range(2):
             exact = sum(e4m3(a) * e4m3(b) for a, b in zip(x[t].tolist(), w[n].tolist(), strict=True))
@@ -176,7 +175,7 @@ def test_sums_do_not_depend_on_chunks_or_threads(make_source, monkeypatch, worki
     x = sample_hidden_states(5, 512)
     expected = trace_expert(x, source, 10.0)
     before = torch.get_num_threads()
-    monkeypatch.setattr(reference, "WORKING_SET", working_set)
+    monkeypatch.setattr(numerics, "WORKING_SET", working_set)
     try:
         torch.set_num_threads(threads)
         got = trace_expert(x, source, 10.0)
@@ -186,17 +185,14 @@ def test_sums_do_not_depend_on_chunks_or_threads(make_source, monkeypatch, worki
         assert torch.equal(getattr(got, name), getattr(expected, name))
 
 
-def test_tokens_do_not_see_each_other(make_source, monkeypatch):
+def test_tokens_do_not_see_each_other(make_source):
     source = make_source(256, 128)
     x = sample_hidden_states(7, 256)
-    whole = fused_expert(x, source, 10.0)
-    monkeypatch.setattr(reference, "TOKENS_AT_ONCE", 3)
-    assert torch.equal(fused_expert(x, source, 10.0), whole)
-    parts = exact_expert(x, source, 10.0)
-    monkeypatch.setattr(reference, "TOKENS_AT_ONCE", 256)
-    exact = exact_expert(x, source, 10.0)
-    torch.testing.assert_close(parts.output, exact.output, rtol=1e-12, atol=1e-12)
-    assert parts.noise == pytest.approx(exact.noise)
+    parts = torch.split(x, 3)
+    assert torch.equal(torch.cat([fused_expert(part, source, 10.0) for part in parts]), fused_expert(x, source, 10.0))
+    exact, exact_parts = exact_expert(x, source, 10.0), [exact_expert(part, source, 10.0) for part in parts]
+    torch.testing.assert_close(torch.cat([p.output for p in exact_parts]), exact.output, rtol=1e-12, atol=1e-12)
+    assert math.hypot(*(p.noise for p in exact_parts)) == pytest.approx(exact.noise)
 
 
 # --- quantisation
@@ -212,7 +208,6 @@ def test_input_scale_has_a_floor_and_rounds_up_to_powers_of_two():
     assert codes[1, 3] == 0x7E
     assert codes[1, 40] == 0x80 | to_e4m3(Fraction(225))
     assert not codes[[0, 3]].any()
-    assert quantize_input(x, 64)[1].shape == (4, 1)
 
 
 def test_requantisation_of_zeros_gives_byte_zero():
@@ -294,8 +289,7 @@ def test_padded_kernel_layout_gives_the_bits_of_the_unpadded_source(make_source,
     result = check_numerics(make_kernel(source, padded), source, tokens=9, limit=10.0)
     assert result.passed, result.reason
     assert result.bit_equal
-    assert (result.differing, result.first, result.differences) == (0, None, ())
-    assert (result.tokens, result.hidden, result.source_width, result.width) == (9, 256, width, padded)
+    assert result.differences == ()
     assert 0 < result.relative_l2 < result.bound < 0.3
     assert "same bits" in result.reason
 
@@ -418,9 +412,9 @@ def test_coarse_mistakes_change_the_output_bits_too(make_source, make_kernel, wh
     source = make_source(256, 256, (128, 128))
     result = check_numerics(SPOILED[what][0](make_kernel(source, 384), source, make_kernel), source)
     assert not result.bit_equal
-    assert result.differing > 100
-    assert result.first is not None
-    assert len(result.first) == 2
+    output = next(d for d in result.differences if d.what == "output (token, hidden)")
+    assert output.count > 100
+    assert len(output.first) == 2
 
 
 def test_the_first_difference_names_token_and_channel(make_source, make_kernel):
@@ -480,7 +474,7 @@ def test_a_computation_that_is_wrong_on_both_sides_exceeds_the_bound(make_source
         codes, scale = requantize(v)
         return codes & 0xF8, scale  # no mantissa left
 
-    monkeypatch.setattr(reference, "requantize", coarse)
+    monkeypatch.setattr(numerics, "requantize", coarse)
     result = check_numerics(kernel, source)
     assert result.bit_equal
     assert not result.differences
