@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fse_convert.report.common import SCHEMA_VERSION, console, size
+from fse_convert.verification.findings import SEED, TOKENS
 
 if TYPE_CHECKING:
     from fse_convert.restoration import Restored
-    from fse_convert.verification.findings import Mismatch, StorageResult
+    from fse_convert.verification.findings import LayerCoverage, Mismatch, Sample, StorageResult
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
     from fse_convert.verification.proof import Proof
 
@@ -36,28 +37,27 @@ def proof_json(proof: Proof) -> dict[str, Any]:
 
 
 def _storage_json(result: StorageResult) -> dict[str, Any]:
-    demanded = result.demand
     return {
         "status": result.status,
         "tensors": result.coverage.tensors,
         "of_tensors": result.of_tensors,
-        "sample": result.sample,
-        "seed": result.seed if result.sample is not None else None,
+        "sample": result.sample.count if result.sample else None,
+        "seed": result.sample.seed if result.sample else None,
         "bytes": result.coverage.bytes,
         "files": result.coverage.files,
         "digests": result.digests,
-        "layers": _layers_json(demanded.moe_layers, demanded.left_out) if demanded else None,
+        "layers": _layers_json(result.layers) if result.layers else None,
         "notes": list(result.notes),
-        "kernel_stated": result.kernel_stated or None,
+        "kernel_stated": result.kernel_in_manifest or None,
         "mismatch_count": result.findings.count,
         "mismatches": [_mismatch_json(m) for m in result.findings.listed],
     }
 
 
-def _layers_json(total: int, left_out: LeftOut) -> dict[str, Any]:
+def _layers_json(layers: LayerCoverage) -> dict[str, Any]:
     """MoE layers of the source, how many have the kernel layout, and why the others have not."""
-    unfit = [{"name": name, "reason": reason} for name, reason in left_out]
-    return {"moe": total, "in_kernel_layout": total - len(unfit), "left_out": unfit}
+    unfit = [{"name": name, "reason": reason} for name, reason in layers.left_out]
+    return {"moe": layers.moe_layers, "in_kernel_layout": layers.moe_layers - len(unfit), "left_out": unfit}
 
 
 def _mismatch_json(m: Mismatch) -> dict[str, Any]:
@@ -87,10 +87,10 @@ def _numerics_json(summary: NumericsSummary) -> dict[str, Any]:
     ]
     return {
         "status": summary.status,
-        "of_layers": summary.of_layers,
-        "moe_layers": summary.moe_layers,
-        "tokens": summary.tokens,
-        "seed": summary.seed,
+        "of_layers": summary.coverage.of_layers,
+        "moe_layers": summary.coverage.moe_layers,
+        "tokens": TOKENS,
+        "seed": SEED,
         "swiglu_limit": summary.limit,
         "layers": layers,
     }
@@ -100,11 +100,11 @@ def _kernel_json(summary: KernelSummary) -> dict[str, Any]:
     return {
         "status": summary.status,
         "reason": summary.reason,
-        "of_layers": summary.of_layers,
-        "moe_layers": summary.moe_layers,
+        "of_layers": summary.coverage.of_layers,
+        "moe_layers": summary.coverage.moe_layers,
         "relative_l2": summary.relative_l2,
-        "device": summary.found.device_name,
-        "deep_gemm": summary.found.version,
+        "device": summary.probe.device_name,
+        "deep_gemm": summary.probe.version,
         "layers": [{"name": n, "status": r.status, "reason": r.reason, "figures": r.figures} for n, r in summary.layers],
     }
 
@@ -116,7 +116,7 @@ def print_proof(proof: Proof, *, written: bool = False) -> None:
         *_storage_lines(proof.storage, written=written),
         *_numerics_lines(proof.numerics),
         *_kernel_lines(proof.kernel),
-        *_stated_lines(proof),
+        *_recorded_lines(proof),
     ):
         out.print(line, markup=False, soft_wrap=True)
 
@@ -127,10 +127,10 @@ def _storage_lines(result: StorageResult, *, written: bool) -> Iterator[str]:
         yield "  the manifest holds no digests to compare"
     if result.against != "source" and result.reached:
         yield "  the source was not compared: --source CHECKPOINT does that"
-    if result.sample is not None and result.reached:
-        yield f"  the sample is another one every time; --seed {result.seed} repeats this one"
-    if result.demand and result.demand.left_out:
-        total, left_out = result.demand.moe_layers, result.demand.left_out
+    if result.sample and result.reached:
+        yield f"  the sample is another one every time; --seed {result.sample.seed} repeats this one"
+    if result.layers and result.layers.left_out:
+        total, left_out = result.layers.moe_layers, result.layers.left_out
         yield f"  kernel layout: {total - len(left_out)} of {total} MoE layers; {_left_out(left_out)}"
     yield from (f"  note: {note}" for note in result.notes)
     yield from (f"  mismatch[{m.code}]: {m}" for m in result.findings.listed[:SHOWN])
@@ -161,8 +161,8 @@ def _storage_line(result: StorageResult) -> str:
     return f"passed: {sampled}{read:,} of {result.of_tensors:,} tensors in {c.files} files against the manifest's digests{within}"
 
 
-def _sampled(sample: int | None) -> str:
-    return f"a sample of {sample}: " if sample is not None else ""
+def _sampled(sample: Sample | None) -> str:
+    return f"a sample of {sample.count}: " if sample else ""
 
 
 def _left_out(left_out: LeftOut) -> str:
@@ -172,9 +172,9 @@ def _left_out(left_out: LeftOut) -> str:
     return f"{len(left_out)} {verb} not fit: {left_out[0][1]}{others}"
 
 
-def _of_layers(done: int, summary: NumericsSummary | KernelSummary) -> str:
+def _of_layers(done: int, coverage: LayerCoverage) -> str:
     """``2 of 3 layers``: of all MoE layers that the source has, in the kernel layout or not."""
-    return f"{_sampled(summary.sample)}{done} of {summary.moe_layers} {'MoE ' if summary.left_out else ''}layers"
+    return f"{_sampled(coverage.sample)}{done} of {coverage.moe_layers} {'MoE ' if coverage.left_out else ''}layers"
 
 
 def _numerics_lines(summary: NumericsSummary | None) -> Iterator[str]:
@@ -188,9 +188,9 @@ def _numerics_lines(summary: NumericsSummary | None) -> Iterator[str]:
     worst = max(results, key=lambda r: r.relative_l2, default=None)
     figures = f", relative L2 at most {worst.relative_l2:.3g} (bound {worst.bound:.3g}), on {worst.device}" if worst else ""
     equal = sum(layer.passed for layer in summary.layers)
-    unfit = f"; {_left_out(summary.left_out)}" if summary.left_out else ""
-    layers = _of_layers(equal, summary)
-    yield f"numerics: {status}: {layers} bit-equal to the source{figures}; {summary.tokens} tokens, seed {summary.seed}{unfit}"
+    unfit = f"; {_left_out(summary.coverage.left_out)}" if summary.coverage.left_out else ""
+    layers = _of_layers(equal, summary.coverage)
+    yield f"numerics: {status}: {layers} bit-equal to the source{figures}; {TOKENS} tokens, seed {SEED}{unfit}"
     wrong = [layer for layer in summary.layers if not layer.passed]
     for layer in wrong[:SHOWN]:
         yield f"  mismatch[numerics]: {layer.name}: {layer.reason}"
@@ -202,15 +202,15 @@ def _kernel_lines(summary: KernelSummary | None) -> Iterator[str]:
     if summary.status != "passed":
         yield f"kernel: {'FAILED' if summary.status == 'failed' else 'not run'}: {summary.reason}"
         return
-    unfit = f"; {_left_out(summary.left_out)}" if summary.left_out else ""
-    layers, where = _of_layers(len(summary.layers), summary), summary.found
+    unfit = f"; {_left_out(summary.coverage.left_out)}" if summary.coverage.left_out else ""
+    layers, where = _of_layers(len(summary.layers), summary.coverage), summary.probe
     yield f"kernel: passed: {layers}, relative L2 at most {summary.relative_l2:.3g}, on {where.device_name}{unfit}"
 
 
-def _stated_lines(proof: Proof) -> Iterator[str]:
+def _recorded_lines(proof: Proof) -> Iterator[str]:
     """What only the manifest says of the kernel, where this run did not try it."""
-    if proof.storage.kernel_stated and (proof.kernel is None or proof.kernel.status == "not-run"):
-        yield f"kernel: stated by the manifest, not checked here: {proof.storage.kernel_stated}"
+    if proof.storage.kernel_in_manifest and (proof.kernel is None or proof.kernel.status == "not-run"):
+        yield f"kernel: stated by the manifest, not checked here: {proof.storage.kernel_in_manifest}"
 
 
 def restored_json(done: Restored) -> dict[str, Any]:
