@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from fse_convert.progress import Observer, ignore
 from fse_convert.restoration import Restoration, Restored
 from fse_convert.servers.judge import ALL_TARGETS
 from fse_convert.servers.targets import TARGETS, Target, find_or_suggest
-from fse_convert.verification.findings import Level
+from fse_convert.verification.findings import Level, Sample
 from fse_convert.verification.proof import Check, Proof
 from fse_convert.verification.proof import verify as verify_output
 
@@ -104,8 +103,7 @@ def verify(
         out=Path(out),
         source=None if source is None else Path(source),
         level=level,
-        sample=sample,
-        seed=secrets.randbelow(1 << 32),
+        sample=None if sample is None else Sample(sample),
         device=device,
     )
     return verify_output(check, observe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 
 import click
@@ -11,7 +10,7 @@ from fse_convert.cli.app import cli
 from fse_convert.cli.options import json_option, log_options
 from fse_convert.errors import Problem, UsageError
 from fse_convert.report.log import Log
-from fse_convert.verification.findings import Level
+from fse_convert.verification.findings import Level, Sample
 
 
 @cli.command()
@@ -48,8 +47,8 @@ def verify(
     if source is None and level not in (None, Level.STORAGE.value):
         message = f"--level {level} compares with the source"
         raise UsageError(Problem("source-needed", message, "--level", "give --source CHECKPOINT"))
-    chosen = secrets.randbelow(1 << 32) if seed is None else seed
-    check = Check(out=out, source=source, level=Level(level) if level else None, sample=sample, seed=chosen, device=device)
+    part = None if sample is None else Sample(sample) if seed is None else Sample(sample, seed)
+    check = Check(out=out, source=source, level=Level(level) if level else None, sample=part, device=device)
     with progress(*check.workload(), log) as observe:
         proof = prove_again(check, observe)
     if as_json:

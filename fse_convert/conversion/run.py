@@ -28,7 +28,7 @@ from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import open_source
 from fse_convert.progress import Event, Observer, ignore
-from fse_convert.sidecar.manifest import FileDigest, Manifest, sealed
+from fse_convert.sidecar.manifest import Manifest, sealed
 from fse_convert.sidecar.tensors import LAYOUT, LAYOUT_VERSION
 from fse_convert.torch_threads import import_beside
 from fse_convert.verification.findings import Level
@@ -258,7 +258,7 @@ class Conversion:
         """Write the manifest with what the proof found; return its size in bytes."""
         manifest = draft
         if proof:
-            files = {n: FileDigest(size=size, sha256=digest) for n, (size, digest) in sorted(proof.storage.files.items())}
+            files = dict(sorted(proof.storage.files.items()))
             tensors = dict(sorted(proof.storage.tensors.items()))
             manifest = msgspec.structs.replace(draft, proof=proof.record(), files=files, tensors=tensors)
         raw = sealed(manifest)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fse_convert.report.console import console, counted, printable, size
+from fse_convert.verification.findings import SEED, TOKENS
 
 if TYPE_CHECKING:
     from fse_convert.restoration import Restored
-    from fse_convert.verification.findings import StorageResult
+    from fse_convert.verification.findings import LayerCoverage, Sample, StorageResult
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
     from fse_convert.verification.proof import Proof
 
@@ -37,10 +38,10 @@ def _storage_lines(result: StorageResult, *, written: bool) -> Iterator[str]:
         yield "  the manifest holds no digests to compare"
     if result.against != "source" and result.reached:
         yield "  the source was not compared: --source CHECKPOINT does that"
-    if result.sample is not None and result.reached:
-        yield f"  the sample is another one every time; --seed {result.seed} repeats this one"
-    if result.demand and result.demand.left_out:
-        total, left_out = result.demand.moe_layers, result.demand.left_out
+    if result.sample and result.reached:
+        yield f"  the sample is another one every time; --seed {result.sample.seed} repeats this one"
+    if result.layers and result.layers.left_out:
+        total, left_out = result.layers.moe_layers, result.layers.left_out
         yield f"  kernel layout: {total - len(left_out)} of {total} MoE layers; {_left_out(left_out)}"
     yield from (f"  note: {note}" for note in result.notes)
     yield from (f"  mismatch[{m.code}]: {m}" for m in result.findings.listed[:SHOWN])
@@ -72,8 +73,8 @@ def _storage_line(result: StorageResult) -> str:
     return f"passed: {sampled}{read:,} of {result.of_tensors:,} tensors in {files} against the manifest's digests{within}"
 
 
-def _sampled(sample: int | None) -> str:
-    return f"a sample of {sample}: " if sample is not None else ""
+def _sampled(sample: Sample | None) -> str:
+    return f"a sample of {sample.count}: " if sample else ""
 
 
 def _left_out(left_out: LeftOut) -> str:
@@ -83,9 +84,9 @@ def _left_out(left_out: LeftOut) -> str:
     return f"{len(left_out)} {verb} not fit: {left_out[0][1]}{others}"
 
 
-def _of_layers(done: int, summary: NumericsSummary | KernelSummary) -> str:
+def _of_layers(done: int, coverage: LayerCoverage) -> str:
     """Return ``2 of 3 layers``: of all MoE layers that the source has, in the kernel layout or not."""
-    return f"{_sampled(summary.sample)}{done} of {summary.moe_layers} {'MoE ' if summary.left_out else ''}layers"
+    return f"{_sampled(coverage.sample)}{done} of {coverage.moe_layers} {'MoE ' if coverage.left_out else ''}layers"
 
 
 def _numerics_lines(summary: NumericsSummary | None) -> Iterator[str]:
@@ -99,9 +100,9 @@ def _numerics_lines(summary: NumericsSummary | None) -> Iterator[str]:
     worst = max(results, key=lambda r: r.relative_l2, default=None)
     figures = f", relative L2 at most {worst.relative_l2:.3g} (bound {worst.bound:.3g}), on {worst.device}" if worst else ""
     equal = sum(layer.passed for layer in summary.layers)
-    unfit = f"; {_left_out(summary.left_out)}" if summary.left_out else ""
-    layers = _of_layers(equal, summary)
-    yield f"numerics: {status}: {layers} bit-equal to the source{figures}; {summary.tokens} tokens, seed {summary.seed}{unfit}"
+    unfit = f"; {_left_out(summary.coverage.left_out)}" if summary.coverage.left_out else ""
+    layers = _of_layers(equal, summary.coverage)
+    yield f"numerics: {status}: {layers} bit-equal to the source{figures}; {TOKENS} tokens, seed {SEED}{unfit}"
     wrong = [layer for layer in summary.layers if not layer.passed]
     for layer in wrong[:SHOWN]:
         yield f"  mismatch[numerics]: {layer.name}: {layer.reason}"
@@ -113,15 +114,15 @@ def _kernel_lines(summary: KernelSummary | None) -> Iterator[str]:
     if summary.status != "passed":
         yield f"kernel: {'FAILED' if summary.status == 'failed' else 'not run'}: {summary.reason}"
         return
-    unfit = f"; {_left_out(summary.left_out)}" if summary.left_out else ""
-    layers, where = _of_layers(len(summary.layers), summary), summary.found
+    unfit = f"; {_left_out(summary.coverage.left_out)}" if summary.coverage.left_out else ""
+    layers, where = _of_layers(len(summary.layers), summary.coverage), summary.probe
     yield f"kernel: passed: {layers}, relative L2 at most {summary.relative_l2:.3g}, on {where.device_name}{unfit}"
 
 
 def _manifest_lines(proof: Proof) -> Iterator[str]:
     """Yield what only the manifest says of the kernel, where this run did not try it."""
-    if proof.storage.kernel_stated and (proof.kernel is None or proof.kernel.status == "not-run"):
-        yield f"kernel: stated by the manifest, not checked here: {proof.storage.kernel_stated}"
+    if proof.storage.kernel_in_manifest and (proof.kernel is None or proof.kernel.status == "not-run"):
+        yield f"kernel: stated by the manifest, not checked here: {proof.storage.kernel_in_manifest}"
 
 
 def print_restored(done: Restored, original: Path) -> None:

@@ -17,6 +17,7 @@ from fse_convert.errors import Problem
 from fse_convert.report.console import size
 from fse_convert.servers.verdict import Outcome, Reason
 from fse_convert.sidecar.manifest import ConfigEdit
+from fse_convert.verification.findings import SEED, TOKENS
 
 if TYPE_CHECKING:
     from fse_convert.conversion.run import ConversionResult
@@ -327,18 +328,19 @@ def proof_record(proof: Proof) -> ProofRecord:
 
 def _storage(result: StorageResult) -> StorageRecord:
     layers = None
-    if result.demand:
-        total, unfit = result.demand.moe_layers, [{"name": name, "reason": reason} for name, reason in result.demand.left_out]
+    if result.layers:
+        total, unfit = result.layers.moe_layers, [{"name": name, "reason": reason} for name, reason in result.layers.left_out]
         layers = {"moe": total, "in_kernel_layout": total - len(unfit), "left_out": unfit}
     return fill(
         StorageRecord,
         result,
         tensors=result.coverage.tensors,
-        seed=result.seed if result.sample is not None else None,
+        sample=result.sample.count if result.sample else None,
+        seed=result.sample.seed if result.sample else None,
         bytes=result.coverage.bytes,
         files=result.coverage.files,
         layers=layers,
-        kernel_stated=result.kernel_stated or None,
+        kernel_stated=result.kernel_in_manifest or None,
         mismatch_count=result.findings.count,
         mismatches=[_mismatch(m) for m in result.findings.listed],
     )
@@ -349,7 +351,15 @@ def _mismatch(m: Mismatch) -> MismatchRecord:
 
 
 def _numerics(summary: NumericsSummary) -> NumericsRecord:
-    return fill(NumericsRecord, summary, swiglu_limit=summary.limit, layers=[_numerics_layer(layer) for layer in summary.layers])
+    return NumericsRecord(
+        status=summary.status,
+        of_layers=summary.coverage.of_layers,
+        moe_layers=summary.coverage.moe_layers,
+        tokens=TOKENS,
+        seed=SEED,
+        swiglu_limit=summary.limit,
+        layers=[_numerics_layer(layer) for layer in summary.layers],
+    )
 
 
 def _numerics_layer(layer: LayerNumerics) -> NumericsLayerRecord:
@@ -359,7 +369,16 @@ def _numerics_layer(layer: LayerNumerics) -> NumericsLayerRecord:
 
 def _kernel(summary: KernelSummary) -> KernelRecord:
     layers = [{"name": n, "status": r.status, "reason": r.reason, "figures": r.figures} for n, r in summary.layers]
-    return fill(KernelRecord, summary, device=summary.found.device_name, deep_gemm=summary.found.version, layers=layers)
+    return KernelRecord(
+        status=summary.status,
+        reason=summary.reason,
+        of_layers=summary.coverage.of_layers,
+        moe_layers=summary.coverage.moe_layers,
+        relative_l2=summary.relative_l2,
+        device=summary.probe.device_name,
+        deep_gemm=summary.probe.version,
+        layers=layers,
+    )
 
 
 class RestorationRecord(Response, kw_only=True):

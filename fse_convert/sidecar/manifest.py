@@ -204,6 +204,10 @@ class Manifest(Record, frozen=True, kw_only=True):
     tensors: dict[str, str] | None
     manifest_sha256: str = ""
 
+    def __post_init__(self) -> None:
+        if (self.files is None) != (self.tensors is None):
+            raise ValueError("`files` and `tensors` are not both null or both there")
+
     @property
     def verdicts(self) -> dict[str, str]:
         """Verdict by layer name."""
@@ -239,12 +243,9 @@ def own_digest(value: Mapping[str, Any]) -> str:
 def read_manifest(folder: Folder) -> Manifest:
     """Read the manifest of an output; see `read_value` for the errors."""
     try:
-        manifest = typed(read_value(folder))
+        return typed(read_value(folder))
     except ValueError as e:
-        raise _damaged(str(e)) from e
-    if (manifest.files is None) != (manifest.tensors is None):
-        raise _damaged("not as this version writes it: `files` and `tensors` are not both null or both there")
-    return manifest
+        raise damaged_manifest(str(e)) from e
 
 
 def read_value(folder: Folder) -> dict[str, Any]:
@@ -262,15 +263,15 @@ def read_value(folder: Folder) -> dict[str, Any]:
         value = json_object(raw)
         check_digest(value)
     except ValueError as e:
-        raise _damaged(str(e)) from e
+        raise damaged_manifest(str(e)) from e
     if encode_json(value) != raw or value.get("format") != FORMAT:
-        raise _damaged("it is not as it was written, though its digest fits")
+        raise damaged_manifest("it is not as it was written, though its digest fits")
     version = value.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         message = f"format version {version}, this fse-convert knows up to {FORMAT_VERSION}"
         raise InvalidCheckpoint(Problem("format-newer", message, MANIFEST, "use the fse-convert that wrote it, or a newer one"))
     if type(version) is not int or version != FORMAT_VERSION:  # JSON's true and 1.0 equal 1
-        raise _damaged(f"format version {version!r}, expected {FORMAT_VERSION}")
+        raise damaged_manifest(f"format version {version!r}, expected {FORMAT_VERSION}")
     return value
 
 
@@ -303,5 +304,6 @@ def typed(value: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"not as this version writes it: {e}") from e
 
 
-def _damaged(message: str) -> VerificationFailure:
+def damaged_manifest(message: str) -> VerificationFailure:
+    """Return the error for a manifest that is not as it was written."""
     return VerificationFailure(Problem("manifest-damaged", message, MANIFEST, FETCH_AGAIN))

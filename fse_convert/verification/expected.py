@@ -1,7 +1,7 @@
 """What an output must hold, derived from the source and its widths.
 
-Shapes, padding, config edits and headers are worked out here a second time, without the planner's or the writer's code; the
-description of the source (`fse_convert.model`) and the names of formats are those that the planner reads too.
+Verdicts and widths are the plan's. Shapes, padding, config edits and headers are worked out here a second time, on purpose without
+the planner's and the writer's code: a mistake there shows as a mismatch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from fse_convert.checkpoint.encoding import header_entry
 from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
+from fse_convert.plan.plan import Computed, LayerVerdict, Plan
 from fse_convert.plan.source import Source
+from fse_convert.sidecar.manifest import FUSED, ConfigEdit
+from fse_convert.sidecar.tensors import kernel_prefix
+from fse_convert.verification.findings import LayerCoverage, Sample
 
-FUSED = "fused"
 PACKED = 128
 """Columns under one int32 word of scales."""
 ONES = {"F8_E8M0": b"\x7f", "U8": b"\x7f", "F32": b"\0\0\x80\x3f", "F8_E4M3": b"\x38", "BF16": b"\x80\x3f"}
@@ -48,7 +52,7 @@ class KernelExpert:
     width: int
 
     def tensor(self, role: Role, *, scale: bool) -> TensorInfo:
-        """A projection's weight or scale in the source."""
+        """Return a projection's weight or scale in the source."""
         f = self.group.formats[role]
         return self.group.experts[0].projections[role].parts[(f.scale or "") if scale else f.weight]
 
@@ -64,8 +68,69 @@ class KernelExpert:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class ExpectedOutput:
+    """What a plan's output must hold.
+
+    ``padded``: tensors of the standard layout that must have grown, by name. ``experts``: shared experts that must be in
+    ``fse/``. ``left_out``: (name, reason) of every MoE layer that has none there.
+    """
+
+    plan: Plan
+    padded: Mapping[str, Padded]
+    experts: tuple[KernelExpert, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> ExpectedOutput:
+        """Derive it from a plan."""
+        decision, description = plan.decision, plan.source.description
+        verdicts = {v.layer.layer.name: v.verdict.outcome.value for v in decision.verdicts}
+        experts = tuple(kernel_experts(description, verdicts, decision.n_shared * decision.width))
+        held = {e.prefix for e in experts}
+        names = [(v.layer.layer.name, v) for v in decision.verdicts]
+        left_out = tuple((name, _why(v)) for name, v in names if kernel_prefix(name) not in held)
+        return cls(plan, padded_tensors(description, decision.source_width, decision.main_width), experts, left_out)
+
+    @property
+    def source(self) -> Source:
+        """The checkpoint that the output is made from."""
+        return self.plan.source
+
+    @property
+    def config_edits(self) -> list[ConfigEdit]:
+        """What must change in config.json."""
+        decision = self.plan.decision
+        return config_edits(self.source, decision.n_shared, decision.source_width, decision.main_width)
+
+    @property
+    def files(self) -> dict[str, list[KernelExpert]]:
+        """Experts by file of ``fse/``, both in the order in which a conversion writes them."""
+        known = {e.prefix: e for e in self.experts}
+        files: dict[str, list[KernelExpert]] = {}
+        for shard in self.plan.sidecar:
+            changes = (t.change for t in shard.kernel_tensors)
+            prefixes = dict.fromkeys(change.shared.prefix for change in changes if isinstance(change, Computed))
+            files[shard.name] = [known[prefix] for prefix in prefixes if prefix in known]
+        return files
+
+    def coverage(self, sample: Sample | None = None) -> LayerCoverage:
+        """Count the layers, for the answer of a level."""
+        layers = len(self.plan.decision.verdicts)
+        return LayerCoverage(of_layers=len(self.experts), moe_layers=layers, left_out=self.left_out, sample=sample)
+
+
+def _why(judged: LayerVerdict) -> str:
+    if judged.verdict.reasons:
+        return judged.verdict.reasons[0].message
+    return "it has no shared expert" if judged.layer.shared is None else "its shared expert is not FP8 with block scales"
+
+
 def padded_tensors(description: Description, width: int, main: int) -> dict[str, Padded]:
-    """Every tensor that must have grown when experts of ``width`` are stored ``main`` wide: gate, up in rows, down in columns."""
+    """Find every tensor that must have grown when experts of ``width`` are stored ``main`` wide.
+
+    Gate and up grow in rows, down in columns.
+    """
     if width == main:
         return {}
     return {p.info.name: p for layer in description.layers for p in _padded_of(layer, width, main)}
@@ -86,7 +151,7 @@ def _padded_of(layer: LayerDescription, width: int, main: int) -> Iterator[Padde
 
 
 def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
-    """Rows and columns of the logical matrix that one stored element stands for (0 columns: all); None for scalars."""
+    """Return rows and columns of the logical matrix that one stored element stands for (0 columns: all); None for scalars."""
     if suffix == f.weight:
         return (1, 2) if f.weight_dtype in ("I8", "U8") else (1, 1)
     if suffix != f.scale or f.kind is StorageKind.FP8_TENSOR:
@@ -109,12 +174,12 @@ def _padded(info: TensorInfo, shape: tuple[int, ...], fill: bytes) -> Padded:
 
 
 def kernel_experts(description: Description, verdicts: Mapping[str, str], width: int) -> list[KernelExpert]:
-    """Shared experts of the layers with the verdict ``fused`` that are FP8 with block scales: what the sidecar must hold.
+    """Return the shared experts of the ``fused`` layers that are FP8 with block scales: what ``fse/`` must hold.
 
-    ``verdicts`` come from the source (`fse_convert.verification.demanded`); without one, from the manifest.
+    ``verdicts`` by layer name come from the source's plan; without a source, from the manifest.
     """
     return [
-        KernelExpert(f"{d.layer.name}.experts", d.shared, width)
+        KernelExpert(kernel_prefix(d.layer.name), d.shared, width)
         for d in description.layers
         if d.shared
         and verdicts.get(d.layer.name) == FUSED
@@ -122,31 +187,31 @@ def kernel_experts(description: Description, verdicts: Mapping[str, str], width:
     ]
 
 
-def config_edits(source: Source, n_shared: int, width: int, main: int) -> list[tuple[str, str, int, int]]:
-    """Every integer of config.json that must have changed, as (section, key, old, new), wherever the family keeps widths."""
+def config_edits(source: Source, n_shared: int, width: int, main: int) -> list[ConfigEdit]:
+    """Return every integer of config.json that must have changed, wherever the family keeps widths."""
     family = source.description.family
     if family is None or width == main:
         return []
     keys = {family.width_key: 1} | ({family.shared_width_key: n_shared} if family.shared_width_key else {})
-    found = []
+    edits = []
     for section in family.sections:
         place = source.checkpoint.config.get(section) if section else source.checkpoint.config
         for key, times in keys.items():
             if isinstance(place, Mapping) and place.get(key) == times * width:
-                found.append((section, key, times * width, times * main))
-    return found
+                edits.append(ConfigEdit(section=section, key=key, old=times * width, new=times * main))
+    return edits
 
 
-def edited(config: Mapping[str, Any], edits: Iterable[tuple[str, str, int, int]]) -> dict[str, Any]:
-    """A config with edits done, keys in the source's order."""
+def edited(config: Mapping[str, Any], edits: Iterable[ConfigEdit]) -> dict[str, Any]:
+    """Return a config with edits done, keys in the source's order."""
     result: dict[str, Any] = json.loads(json.dumps(config))
-    for section, key, _, new in edits:
-        (result[section] if section else result)[key] = new
+    for edit in edits:
+        (result[edit.section] if edit.section else result)[edit.key] = edit.new
     return result
 
 
 def swiglu_limit(source: Source) -> float | None:
-    """The model's clamp of gate and up, from the config section that holds the widths; None for none."""
+    """Return the model's clamp of gate and up, from the config section that holds the widths; None for none."""
     config, section = source.checkpoint.config, source.description.section
     place = config.get(section) if section else config
     value = place.get("swiglu_limit") if isinstance(place, Mapping) else None
@@ -154,24 +219,24 @@ def swiglu_limit(source: Source) -> float | None:
 
 
 def kernel_entries(experts: Iterable[KernelExpert]) -> dict[str, dict[str, Any]]:
-    """Entries that the header of a shard of ``fse/`` must have: the four tensors of one expert after the other."""
+    """Return the entries that the header of a shard of ``fse/`` must have: the four tensors of one expert after the other."""
     entries: dict[str, dict[str, Any]] = {}
     at = 0
     for expert in experts:
         for name, (dtype, shape) in expert.shapes.items():
             end = at + prod(shape) * BITS[dtype] // 8
-            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+            entries[name] = header_entry(dtype, shape, at, end)
             at = end
     return entries
 
 
 def header_entries(shard: Shard, padded: Mapping[str, Padded]) -> dict[str, dict[str, Any]]:
-    """Entries that the header of a rewritten shard must have: the source's tensors in its order, at their new sizes."""
+    """Return the entries that the header of a rewritten shard must have: the source's tensors in its order, at their new sizes."""
     entries: dict[str, dict[str, Any]] = {}
     at = 0
     for t in shard.header.tensors:
         p = padded.get(t.name)
         end = at + (p.new_rows * p.new_row_bytes if p else t.nbytes)
-        entries[t.name] = {"dtype": t.dtype, "shape": list(p.shape if p else t.shape), "data_offsets": [at, end]}
+        entries[t.name] = header_entry(t.dtype, p.shape if p else t.shape, at, end)
         at = end
     return entries

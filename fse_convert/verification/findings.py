@@ -1,20 +1,23 @@
-"""What a proof finds: mismatches, and what was looked at."""
+"""What a proof finds: mismatches, how JSON and bytes differ, and what was looked at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fse_convert.verification.demanded import Demand
+    from fse_convert.sidecar.manifest import FileDigest
 
 TOKENS = 16
 SEED = 0
 """Of the hidden states that levels 2 and 3 compute with."""
 BOUND = "bit-equal, and relative L2 <= hypot(2^-4, noise / norm) + 2^-9 against the exact expert"
-NOT_ASKED: Mapping[str, str] = {"status": "not-run", "reason": "not asked for"}
+READ_BACK = "read back"
+"""How a file or layer came to be, in the events of a proof."""
 NO_LAYERS = "no layer has the kernel layout"
 NO_KERNEL = "needs SM100 and a DeepGEMM with fused shared experts"
 KERNEL_RAISED = "DeepGEMM raised an error"
@@ -36,16 +39,19 @@ class Level(str, Enum):
         return list(Level).index(self)
 
 
-Progress = Callable[[str, int, bool], None]
-"""Called with a file's name, the bytes just read of it, and whether it is finished."""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Look at ``count`` tensors, or layers, instead of all, chosen by ``seed``: another one every time unless it is given."""
 
-
-def ignore(_file: str, _size: int, _done: bool) -> None:
-    """Progress that nobody watches."""
+    count: int
+    seed: int = field(default_factory=lambda: secrets.randbelow(1 << 32))
 
 
 LIMIT = 100
 """Mismatches that are listed; all are counted."""
+ABSENT = "nothing"
+SHOWN = 80
+"""Characters of a JSON value that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class Findings:
         self.listed += mismatches[: LIMIT - len(self.listed)] if len(self.listed) < LIMIT else ()
 
     def extend(self, other: Findings) -> None:
-        """Take over what another part found."""
+        """Take over the findings of another part."""
         self.listed += other.listed[: max(0, LIMIT - len(self.listed))]
         self.count += other.count
 
@@ -104,28 +110,41 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCoverage:
+    """Which MoE layers of the source a level is about.
+
+    ``of_layers``: those that must have the kernel layout, out of all ``moe_layers``. ``left_out``: (name, reason) of the others.
+    ``sample``: how many of ``of_layers`` were asked for; None for all.
+    """
+
+    of_layers: int
+    moe_layers: int
+    left_out: tuple[tuple[str, str], ...] = ()
+    sample: Sample | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StorageResult:
     """Level 1's answer.
 
-    ``against``: ``source`` or, without one, the output's own ``manifest``. ``sample``: how many tensors were asked for,
-    None for all of the ``of_tensors``; ``seed`` chose them. ``tensors``: XXH3-128 of every tensor read, ``files``: size
-    and SHA-256 of every file read as a whole; complete unless a sample was taken. ``digests``: whether the manifest's own
-    were compared. ``demand``: what the source demands, None without one or where nothing was compared. ``notes``: what is
-    no mismatch and should be known. ``kernel_stated``: what the manifest says of the kernel level, if it says passed.
+    ``against``: ``source`` or, without one, the output's own ``manifest``. ``sample``: how many tensors were asked for, None
+    for all of the ``of_tensors``. ``tensors``: XXH3-128 of every tensor read, ``files``: size and SHA-256 of every file read
+    as a whole; complete unless a sample was taken. ``digests``: whether the manifest's own were compared. ``layers``: None
+    without a source, and where nothing was compared. ``notes``: what is not a mismatch and should be known.
+    ``kernel_in_manifest``: what the manifest says of the kernel level, if it says passed.
     """
 
     against: str
     findings: Findings
-    coverage: Coverage
-    sample: int | None
-    tensors: dict[str, str]
-    files: dict[str, tuple[int, str]]
+    sample: Sample | None = None
+    coverage: Coverage = field(default_factory=Coverage)
+    tensors: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileDigest] = field(default_factory=dict)
     of_tensors: int = 0
     digests: bool = False
-    seed: int = 0
-    demand: Demand | None = None
+    layers: LayerCoverage | None = None
     notes: tuple[str, ...] = ()
-    kernel_stated: str = ""
+    kernel_in_manifest: str = ""
 
     @property
     def passed(self) -> bool:
@@ -148,11 +167,67 @@ class StorageResult:
         return self.of_tensors > 0
 
 
+def difference(expected: Any, actual: Any, path: str = "") -> tuple[str, str, str] | None:
+    """Return the first place where two JSON values differ, as (path, expected, actual); another order of keys is a difference."""
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        for key in dict.fromkeys([*expected, *actual]):
+            at = printable(f"{path}.{key}" if path else str(key))
+            if key not in actual or key not in expected:
+                return at, _value(expected, key), _value(actual, key)
+            inner = difference(expected[key], actual[key], at)
+            if inner:
+                return inner
+        if list(expected) != list(actual):
+            return path, f"keys in the order {short(list(expected))}", f"in the order {short(list(actual))}"
+        return None
+    if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
+        pairs = enumerate(zip(expected, actual, strict=True))
+        return next((d for i, (a, b) in pairs if (d := difference(a, b, f"{path}[{i}]"))), None)
+    if expected == actual and type(expected) is type(actual):
+        return None
+    return path, short(expected), short(actual)
+
+
+def short(value: Any) -> str:
+    """Return a value as JSON, cut to a line."""
+    text = printable(json.dumps(value, ensure_ascii=False))
+    return text if len(text) <= SHOWN else text[: SHOWN - 2] + " …"
+
+
+def _value(value: dict[str, Any], key: str) -> str:
+    return short(value[key]) if key in value else ABSENT
+
+
+def json_mismatches(code: str, name: str, expected: Any, actual: Any, path: str = "") -> list[Mismatch]:
+    """Compare two JSON values; the mismatch names the first key that differs."""
+    unlike = difference(expected, actual, path)
+    return [Mismatch(code, name, expected=f"{unlike[0]} {unlike[1]}".strip(), found=unlike[2])] if unlike else []
+
+
+def text_mismatches(name: str, expected: bytes, actual: bytes) -> list[Mismatch]:
+    """Compare a JSON file with the bytes that it must have; the mismatch names the key where there is one."""
+    if expected == actual:
+        return []
+    try:
+        unlike = json_mismatches("text", name, json.loads(expected), json.loads(actual.decode("utf-8")))
+    except (ValueError, RecursionError) as e:
+        return [Mismatch("text", name, expected="JSON", found=f"no JSON: {e}")]
+    return unlike or [bytes_mismatch("text", name, expected, actual)]
+
+
+def bytes_mismatch(code: str, name: str, expected: bytes, actual: bytes) -> Mismatch:
+    """Describe the first difference of two byte strings that do differ."""
+    pairs = zip(expected, actual, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(actual)))
+    want, got = (hexadecimal(raw[at : at + 1]) if at < len(raw) else "the end of the file" for raw in (expected, actual))
+    return Mismatch(code, name, offset=at, expected=want, found=got)
+
+
 def printable(text: str) -> str:
-    """A text without half characters, which JSON and file names can hold and no terminal can print."""
+    """Return a text without half characters, which JSON and file names can hold and no terminal can print."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def hexadecimal(data: Iterable[int]) -> str:
-    """Bytes as ``0x7F``."""
+    """Return bytes as ``0x7F``."""
     return "0x" + bytes(data).hex().upper()

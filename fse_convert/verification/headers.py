@@ -1,36 +1,55 @@
-"""Headers and indexes of an output: every tensor once, in its shard, at its place, with its dtype and shape."""
+"""Files, headers, indexes and config of an output: every tensor once, in its shard, at its place, with its dtype and shape."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from math import prod
 from typing import Any
 
-from fse_convert.checkpoint.encoding import encode_header, encode_json
+from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entry
 from fse_convert.checkpoint.folder import Folder, LocalFolder
-from fse_convert.checkpoint.header import LENGTH_BYTES, TensorInfo, header_length, parse_header
-from fse_convert.checkpoint.names import INDEX, MANIFEST, SIDECAR, SUFFIX, natural_key
+from fse_convert.checkpoint.header import LENGTH_BYTES
+from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SIDECAR_INDEX
 from fse_convert.checkpoint.reader import Shard
-from fse_convert.errors import InvalidCheckpoint, Problem
-from fse_convert.verification.findings import Findings, Mismatch
-from fse_convert.verification.texts import bytes_mismatch, compare_text
+from fse_convert.errors import Problem
+from fse_convert.plan.planner import tripwire
+from fse_convert.plan.source import Source
+from fse_convert.sidecar.tensors import shard_metadata
+from fse_convert.verification.expected import (
+    ExpectedOutput,
+    KernelExpert,
+    edited,
+    header_entries,
+    kernel_entries,
+)
+from fse_convert.verification.findings import Findings, Mismatch, bytes_mismatch, text_mismatches
 
-SIDECAR_INDEX = f"{SIDECAR}/{INDEX}"
 STAGED = "sidecar-foreign"
 
 
 def refusals(problems: Iterable[Problem]) -> list[Mismatch]:
-    """What makes a checkpoint or a file unreadable, as mismatches; that ``fse/`` has no manifest is so in staging."""
+    """Return what makes a checkpoint or a file unreadable, as mismatches; that ``fse/`` has no manifest is so in staging."""
     wrong = [p for p in problems if p.code != STAGED]
     return [Mismatch(p.code, p.where, expected="a whole, consistent checkpoint", found=p.message) for p in wrong]
 
 
-def file_mismatches(expected: AbstractSet[str], out: LocalFolder) -> list[Mismatch]:
-    """Files that are missing or that nothing explains; the manifest may not be there yet."""
-    missing = [Mismatch("file-missing", n, expected="a file", found="none") for n in sorted(expected - out.files.keys())]
-    extra = sorted(out.files.keys() - expected - {MANIFEST}) + out.odd
-    return missing + [Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra]
+def check_files(expected: ExpectedOutput, out: LocalFolder, findings: Findings) -> set[str]:
+    """Check which files there are, the manifest aside; return those that must be equal to the source's and have its size."""
+    source, kernel = expected.source, expected.files
+    names = source.folder.files.keys() | kernel.keys() | ({SIDECAR_INDEX} if kernel else set())
+    findings.add(*(Mismatch("file-missing", n, expected="a file", found="none") for n in sorted(names - out.files.keys())))
+    extra = sorted(out.files.keys() - names - {MANIFEST}) + out.odd
+    findings.add(*(Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra))
+    findings.add(*hidden_mismatches(out))
+    same = set()
+    for name in source.checkpoint.others:
+        want, got = source.folder.files[name], out.files.get(name)
+        if want == got:
+            same.add(name)
+        elif got is not None:
+            findings.add(Mismatch("size", name, expected=f"{want} bytes", found=f"{got} bytes"))
+    return same
 
 
 HUB_BOOKKEEPING = re.compile(r"\.cache/huggingface/(\.gitignore|CACHEDIR\.TAG|download/.+\.(metadata|lock))")
@@ -38,7 +57,7 @@ HUB_BOOKKEEPING = re.compile(r"\.cache/huggingface/(\.gitignore|CACHEDIR\.TAG|do
 
 
 def hidden_mismatches(out: LocalFolder) -> list[Mismatch]:
-    """What lies in folders that are no part of a checkpoint: a server may run it (``__pycache__``), so an output has none."""
+    """Find what lies in folders that are not part of a checkpoint: a server may run it (``__pycache__``), so an output has none."""
     extra = [n for n in out.hidden if not HUB_BOOKKEEPING.fullmatch(n)]
     return [Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra]
 
@@ -49,65 +68,50 @@ def hidden_note(out: LocalFolder) -> str:
     return f"{count:,} files of the hub client's bookkeeping in .cache/huggingface were left out" if count else ""
 
 
-def read_sidecar(out: Folder, findings: Findings) -> tuple[Shard, ...]:
-    """Read the headers of all safetensors files in ``fse/``, and check them against their index in both directions."""
-    names = sorted((n for n in out.files if n.startswith(f"{SIDECAR}/") and n.endswith(SUFFIX)), key=natural_key)
-    shards = []
-    for name in names:
-        try:
-            size = out.files[name]
-            length = header_length(out.read(name, 0, 32), size, name)
-            shards.append(Shard(name, size, parse_header(out.read(name, LENGTH_BYTES, length), size, name)))
-        except InvalidCheckpoint as e:
-            findings.add(*refusals(e.problems))
-    if not names and SIDECAR_INDEX not in out.files:
-        return ()
-    weight_map = {t.name: s.name.removeprefix(f"{SIDECAR}/") for s in shards for t in s.header.tensors}
-    total = sum(s.header.payload for s in shards)
+def index_mismatches(out: Folder, sidecar: Iterable[Shard]) -> list[Mismatch]:
+    """Compare the index of ``fse/`` with the headers of all safetensors files there, in both directions."""
+    if SIDECAR_INDEX not in out.files:
+        return []
+    weight_map = {t.name: s.name.removeprefix(f"{SIDECAR}/") for s in sidecar for t in s.header.tensors}
+    total = sum(s.header.payload for s in sidecar)
     expected = encode_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-    if SIDECAR_INDEX in out.files:
-        findings.add(*compare_text(SIDECAR_INDEX, expected, out.read(SIDECAR_INDEX)))
-    return tuple(shards)
+    return text_mismatches(SIDECAR_INDEX, expected, out.read(SIDECAR_INDEX))
 
 
 def header_mismatches(out: Folder, shard: Shard, entries: Mapping[str, Any], metadata: Mapping[str, str] | None) -> list[Mismatch]:
     """Compare a header, byte for byte, with the encoding of these entries and this metadata."""
-    found = out.read(shard.name, 0, shard.header.data_start)
+    actual = raw_header(out, shard)
     expected = encode_header(entries, metadata)
-    if expected == found:
+    if expected == actual:
         return []
-    unlike = [m for m in compare_text(shard.name, expected[LENGTH_BYTES:], found[LENGTH_BYTES:]) if m.offset is None]
+    unlike = [m for m in text_mismatches(shard.name, expected[LENGTH_BYTES:], actual[LENGTH_BYTES:]) if m.offset is None]
     if unlike:
         return [Mismatch("header", shard.name, expected=m.expected, found=m.found) for m in unlike]
-    return [bytes_mismatch("header", shard.name, expected, found)]
+    return [bytes_mismatch("header", shard.name, expected, actual)]
 
 
 def tensor_mismatches(shards: Iterable[Shard], expected: Mapping[str, tuple[str, str, tuple[int, ...]]]) -> list[Mismatch]:
     """Compare the tensors of some shards with what they must be: (shard or "" for any, dtype, shape) by name."""
-    found: list[Mismatch] = []
+    mismatches: list[Mismatch] = []
     seen: dict[str, str] = {}
     for shard in shards:
         for t in shard.header.tensors:
+            kind = _kind(t.dtype, t.shape)
             if t.name in seen:
-                found.append(Mismatch("tensor-duplicate", shard.name, t.name, None, f"only in {seen[t.name]}", "here too"))
+                mismatches.append(Mismatch("tensor-duplicate", shard.name, t.name, None, f"only in {seen[t.name]}", "here too"))
             elif t.name not in expected:
-                found.append(Mismatch("tensor-unexpected", shard.name, t.name, None, "no such tensor", _kind(t.dtype, t.shape)))
+                mismatches.append(Mismatch("tensor-unexpected", shard.name, t.name, None, "no such tensor", kind))
             else:
-                found += _misplaced(t, shard.name, *expected[t.name])
+                place, dtype, shape = expected[t.name]
+                if place and place != shard.name:
+                    mismatches.append(Mismatch("tensor-misplaced", shard.name, t.name, None, f"in {place}", "here"))
+                if (t.dtype, t.shape) != (dtype, shape):
+                    mismatches.append(Mismatch("tensor-shape", shard.name, t.name, None, _kind(dtype, shape), kind))
             seen[t.name] = shard.name
     for name in expected.keys() - seen.keys():
         place, dtype, shape = expected[name]
-        found.append(Mismatch("tensor-missing", place or SIDECAR, name, None, _kind(dtype, shape), "no such tensor"))
-    return sorted(found, key=lambda m: (m.file, m.tensor, m.code))
-
-
-def _misplaced(t: TensorInfo, shard: str, place: str, dtype: str, shape: tuple[int, ...]) -> list[Mismatch]:
-    found = []
-    if place and place != shard:
-        found.append(Mismatch("tensor-misplaced", shard, t.name, None, f"in {place}", "here"))
-    if (t.dtype, t.shape) != (dtype, shape):
-        found.append(Mismatch("tensor-shape", shard, t.name, None, _kind(dtype, shape), _kind(t.dtype, t.shape)))
-    return found
+        mismatches.append(Mismatch("tensor-missing", place or SIDECAR, name, None, _kind(dtype, shape), "no such tensor"))
+    return sorted(mismatches, key=lambda m: (m.file, m.tensor, m.code))
 
 
 def _kind(dtype: str, shape: tuple[int, ...]) -> str:
@@ -115,10 +119,90 @@ def _kind(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def entries_of(shard: Shard) -> dict[str, Any]:
-    """A shard's own entries, in offset order, for `header_mismatches` where no other order is prescribed."""
-    return {t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start, t.end]} for t in shard.header.tensors}
+    """Return a shard's own entries, in offset order, for `header_mismatches` where no other order is prescribed."""
+    return {t.name: header_entry(t.dtype, t.shape, t.start, t.end) for t in shard.header.tensors}
 
 
 def raw_header(folder: Folder, shard: Shard) -> bytes:
-    """A header as it lies in the file."""
+    """Return a header as it lies in the file."""
     return folder.read(shard.name, 0, shard.header.data_start)
+
+
+def check_standard_layout(expected: ExpectedOutput, out: LocalFolder, shards: Iterable[Shard], findings: Findings) -> set[str]:
+    """Check the headers of the standard layout; return the tensors whose bytes can be compared."""
+    known = {s.name: s for s in expected.source.checkpoint.shards}
+    tensors = {
+        t.name: (s.name, t.dtype, expected.padded[t.name].shape if t.name in expected.padded else t.shape)
+        for s in known.values()
+        for t in s.header.tensors
+    }
+    wrong = tensor_mismatches(shards, tensors)
+    findings.add(*wrong)
+    for shard in shards:
+        if shard.name in known:
+            findings.add(*_standard_header(expected, out, known[shard.name], shard))
+    present = {t.name for s in shards for t in s.header.tensors}
+    return (tensors.keys() & present) - {m.tensor for m in wrong}
+
+
+def _standard_header(expected: ExpectedOutput, out: LocalFolder, theirs: Shard, ours: Shard) -> list[Mismatch]:
+    """Compare a header with the source's; that of a rewritten shard says ``format: pt`` and the new sizes."""
+    if any(t.name in expected.padded for t in theirs.header.tensors):
+        return header_mismatches(out, ours, header_entries(theirs, expected.padded), {"format": "pt", **theirs.header.metadata})
+    want, got = raw_header(expected.source.folder, theirs), raw_header(out, ours)
+    return [bytes_mismatch("header", ours.name, want, got)] if want != got else []
+
+
+def check_kernel_headers(expected: ExpectedOutput, out: LocalFolder, sidecar: Iterable[Shard], findings: Findings) -> None:
+    """Check the headers in ``fse/``: file by file, tensor by tensor, in the order in which a conversion writes them."""
+    files = expected.files
+    for shard in sidecar:
+        if shard.name in files:
+            entries = kernel_entries(files[shard.name])
+            if shard.name == next(iter(files)):
+                wire = tripwire(expected.source.checkpoint)
+                entries = {wire.name: header_entry(wire.dtype, (0,), 0, 0), **entries}
+            findings.add(*header_mismatches(out, shard, entries, shard_metadata(expected.plan.options.contract.name)))
+
+
+def check_kernel_tensors(
+    source: Source,
+    experts: Iterable[KernelExpert],
+    files: Mapping[str, Iterable[KernelExpert]],
+    sidecar: Iterable[Shard],
+    findings: Findings,
+) -> dict[str, KernelExpert]:
+    """Check names, dtypes, shapes and (where ``files`` says) places in ``fse/``; return whose tensor each right one is."""
+    places = {name: file for file, held in files.items() for e in held for name in e.shapes}
+    owners = {name: e for e in experts for name in e.shapes}
+    tensors = {name: (places.get(name, ""), *e.shapes[name]) for name, e in owners.items()}
+    if owners:
+        wire = tripwire(source.checkpoint)
+        tensors[wire.name] = (next((s.name for s in sidecar), ""), wire.dtype, (0,))
+    wrong = tensor_mismatches(sidecar, tensors)
+    findings.add(*wrong)
+    right = {t.name for s in sidecar for t in s.header.tensors} - {m.tensor for m in wrong}
+    return {name: e for name, e in owners.items() if name in right}
+
+
+def expected_texts(expected: ExpectedOutput) -> dict[str, bytes]:
+    """Return config.json and the index as they must be: the source's, with the edits that padding asks for."""
+    source, edits = expected.source, expected.config_edits
+    texts = {CONFIG: encode_json(edited(source.checkpoint.config, edits)) if edits else source.folder.read(CONFIG)}
+    if INDEX in source.folder.files:
+        texts[INDEX] = _index(expected)
+    return texts
+
+
+def _index(expected: ExpectedOutput) -> bytes:
+    """Return the source's index where that is right as it is, else one with true totals."""
+    source, padded = expected.source, expected.padded
+    checkpoint = source.checkpoint
+    kept = checkpoint.index_metadata or {}
+    grown = sum(p.new_rows * p.new_row_bytes - p.info.nbytes for p in padded.values())
+    metadata = {**kept, "total_size": checkpoint.total_size + grown}
+    if isinstance(kept.get("total_parameters"), int):
+        metadata["total_parameters"] += sum(prod(p.shape) - prod(p.info.shape) for p in padded.values())
+    if not padded and metadata == checkpoint.index_metadata:
+        return source.folder.read(INDEX)
+    return encode_json({"metadata": metadata, "weight_map": {n: checkpoint.tensors[n].shard for n in sorted(checkpoint.tensors)}})

@@ -1,4 +1,4 @@
-"""Cuts a file of the output into pieces, each with the source's bytes that it must hold, found by address."""
+"""Cut a file of the output into pieces, each with the source's bytes that it must hold, found by address."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class SourceTensors:
         return self.files.read(info.shard, self.starts[info.shard] + info.start + offset, into)
 
     def whole(self, info: TensorInfo) -> Tensor:
-        """All of a small matrix, uint8 ``[rows, row bytes]``."""
+        """Read all of a small matrix, uint8 ``[rows, row bytes]``."""
         buffer = bytearray(info.nbytes)
         self.read(info, 0, memoryview(buffer))
         return torch.frombuffer(buffer, dtype=torch.uint8).view(info.shape[0], -1)
 
 
 class _Bytes:
-    """Bytes of one file of the source, as they are."""
+    """Bytes of one file of the source, as is."""
 
     def __init__(self, files: InputFiles, name: str, offset: int, size: int) -> None:
         self.files, self.name, self.offset, self.size = files, name, offset, size
@@ -121,7 +121,7 @@ class _L1Rows:
 
 
 class _Scales:
-    """Word columns of a scale tensor over ``rows`` physical rows; ``real`` tells from word and row what is no padding."""
+    """Word columns of a scale tensor over ``rows`` physical rows; ``real`` tells from word and row what is not padding."""
 
     def __init__(self, compute: Callable[[range], Tensor], words: range, rows: int, real: Callable[[int, int], bool]) -> None:
         self.compute, self.words, self.rows, self.real = compute, words, rows, real
@@ -138,7 +138,7 @@ class _Scales:
 
 
 def plain_pieces(files: InputFiles | None, name: str, size: int) -> Iterator[Piece]:
-    """A file that must be the source's file of the same name; only hashed when ``files`` is None."""
+    """Cut a file that must be the source's file of the same name; only hashed when ``files`` is None."""
     for at in range(0, size, CHUNK):
         n = min(CHUNK, size - at)
         yield Piece(at, (("", n),), _Bytes(files, name, at, n) if files else None)
@@ -151,7 +151,7 @@ def main_pieces(
     comparable: Collection[str],
     chosen: Collection[str] | None,
 ) -> Iterator[Piece]:
-    """A standard-layout shard: neighbours that did not change are compared as one.
+    """Cut a standard-layout shard: neighbours that did not change are compared as one.
 
     ``comparable``: tensors whose place and size are as expected; others are only hashed. ``chosen``: a sample, or None.
     """
@@ -172,7 +172,7 @@ def main_pieces(
 def _follows(
     last: TensorInfo, t: TensorInfo, source: SourceTensors | None, padded: Mapping[str, Padded], comparable: Collection[str]
 ) -> bool:
-    """Whether two tensors of the output are neighbours in both files, and neither grew."""
+    """Tell whether two tensors of the output are neighbours in both files, and neither grew."""
     if last.end != t.start:
         return False
     if source is None:
@@ -235,7 +235,7 @@ def sidecar_pieces(
     experts: Mapping[str, KernelExpert],
     chosen: Collection[str] | None,
 ) -> Iterator[Piece]:
-    """A shard of ``fse/``. ``experts``: whose tensor each comparable one is; others are only hashed."""
+    """Cut a shard of ``fse/``. ``experts``: whose tensor each comparable one is; others are only hashed."""
     if chosen is None:
         yield Piece(0, (("", shard.header.data_start),))
     for t in shard.header.tensors:
@@ -290,7 +290,7 @@ def _scale_pieces(
 
 
 def block_scales(expert: KernelExpert, role: Role, source: SourceTensors) -> BlockScales:
-    """Scales of one projection of the source; raises ValueError when FP32 scales are no powers of two."""
+    """Read the scales of one projection of the source; raises ValueError when FP32 scales are not powers of two."""
     f = expert.group.formats[role]
     info = expert.tensor(role, scale=True)
     if f.block is None:

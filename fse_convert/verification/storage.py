@@ -2,306 +2,357 @@
 
 An implementation of its own: it knows the kernel's addresses (`fse_convert.verification.addresses`) and derives shapes,
 padding, config and headers from the source (`fse_convert.verification.expected`); it imports neither the writer nor its layout
-functions. Verdicts, widths and the manifest are planned again (`fse_convert.verification.demanded`). One pass reads both sides
-once and makes the digests that the manifest keeps.
+functions. One pass reads both sides once, several files at a time, and makes the digests that the manifest keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from math import prod
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Lock
 
-from fse_convert.checkpoint.encoding import encode_json, header_entry
+from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR
-from fse_convert.checkpoint.reader import Shard, read_checkpoint
+from fse_convert.checkpoint.names import MANIFEST, SIDECAR
+from fse_convert.checkpoint.reader import Checkpoint, Shard, read_checkpoint
 from fse_convert.errors import VerificationFailure
 from fse_convert.model.moe import Role
 from fse_convert.plan.plan import Plan
-from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source, describe_source
-from fse_convert.sidecar.claims import Claims
-from fse_convert.verification.claimed import claim_mismatches, digest_mismatches, identity_mismatches
-from fse_convert.verification.demanded import Demand, demand, manifest_mismatches, model_mismatches, replan, tool_note
-from fse_convert.verification.expected import (
-    PACKED,
-    KernelExpert,
-    Padded,
-    config_edits,
-    edited,
-    header_entries,
-    kernel_entries,
-    kernel_experts,
-    padded_tensors,
-    swiglu_limit,
-)
-from fse_convert.verification.findings import Coverage, Findings, Mismatch, Progress, StorageResult, ignore
+from fse_convert.progress import Event, Observer, ignore
+from fse_convert.sidecar.manifest import FileDigest
+from fse_convert.sidecar.reader import read_shards, shard_names
+from fse_convert.sidecar.tensors import shard_metadata
+from fse_convert.torch_threads import one_torch_thread
+from fse_convert.verification.expected import PACKED, ExpectedOutput, KernelExpert, Padded, kernel_experts
+from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, text_mismatches
 from fse_convert.verification.headers import (
-    SIDECAR_INDEX,
+    check_files,
+    check_kernel_headers,
+    check_kernel_tensors,
+    check_standard_layout,
     entries_of,
-    file_mismatches,
+    expected_texts,
     header_mismatches,
     hidden_mismatches,
     hidden_note,
-    raw_header,
-    read_sidecar,
+    index_mismatches,
     refusals,
-    tensor_mismatches,
 )
-from fse_convert.verification.passes import Comparison, read_back
-from fse_convert.verification.pieces import SourceTensors, block_scales
-from fse_convert.verification.stated import kernel_statement, proof_mismatches
-from fse_convert.verification.stream import input_files
-from fse_convert.verification.texts import bytes_mismatch, compare_text
+from fse_convert.verification.manifest import (
+    OutputManifest,
+    derived_keys,
+    digest_mismatches,
+    expected_manifest,
+    kernel_note,
+    key_mismatches,
+    manifest_mismatches,
+    plan_again,
+    proof_mismatches,
+    source_mismatches,
+    tool_note,
+)
+from fse_convert.verification.pieces import SourceTensors, block_scales, main_pieces, plain_pieces, sidecar_pieces
+from fse_convert.verification.stream import FileReport, Piece, input_files, walk
 
-SIDECAR_METADATA = {"fse_layout": "megamoe-fp8-shared", "fse_layout_version": "1"}
+WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Files read at a time: each keeps one core busy with comparing and one with SHA-256."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output, published or still in staging, its manifest, and which part of it to read how.
+
+    ``sample``: compare the bytes of some tensors only; everything else is checked in any case. ``workers``: files read at a time.
+    """
+
+    folder: LocalFolder
+    manifest: OutputManifest
+    sample: Sample | None = None
+    workers: int | None = None
 
 
 def prove_storage(
-    source: Source,
-    plan: Plan | None,
-    out: LocalFolder,
-    claims: Claims,
-    *,
-    sample: int | None = None,
-    seed: int = 0,
-    workers: int | None = None,
-    progress: Progress = ignore,
-) -> StorageResult:
-    """Prove an output, published or still in staging, against its source.
+    output: Output, source: Source, plan: Plan | None = None, observe: Observer = ignore
+) -> tuple[StorageResult, ExpectedOutput | None]:
+    """Prove an output against its source; return what was found, and what the source asks for, if that can be told.
 
     A checkpoint that is not the one that the manifest names, by its headers and config, is said to be another and not
     compared. Else: every tensor of the source occurs once, in the same shard, with the same dtype, unchanged or padded
     as its role demands and by exactly 0x00 (weights) or 1.0 (scales); the sidecar's tensors hold the source's bytes at
     the kernel's addresses; and headers, indexes, config, manifest and all other files say the same.
 
-    Which layers must have the kernel layout follows from the source, whatever the manifest says of them.
-
-    ``sample``: compare the bytes of that many tensors only, chosen by ``seed``; everything that is no tensor is checked
-    in any case. ``workers``: files read at a time. Raises OSError, EOFError; never for what the output holds.
+    Which layers must have the kernel layout follows from the source, whatever the manifest says of them: from the ``plan`` of
+    the conversion that wrote the output, or from planning again. Raises OSError, EOFError; never for what the output holds.
     """
-    findings = Findings()
-    nothing = StorageResult("source", findings, Coverage(), sample, {}, {}, seed=seed, kernel_stated=kernel_statement(claims))
-    findings.add(*identity_mismatches(claims, source))
+    out, manifest, findings = output.folder, output.manifest, Findings()
+    nothing = StorageResult("source", findings, output.sample, kernel_in_manifest=kernel_note(manifest))
+    findings.add(*source_mismatches(manifest.content, source))
     if findings.count:
-        return nothing
-    planned = plan or replan(source, claims)
+        return nothing, None
+    planned = plan or plan_again(manifest.content, source)
     if isinstance(planned, Mismatch):
         findings.add(planned)
-        return nothing
-    demanded = demand(planned)
-    findings.add(*model_mismatches(claims, demanded))
-    if findings.listed:
-        return nothing
-    padded = padded_tensors(source.description, *demanded.widths[:2])
-    texts = _texts(source, demanded, padded)
-    found = [*claim_mismatches(claims, source, padded), *manifest_mismatches(claims, demanded, texts)]
-    findings.add(*dict.fromkeys(found))
-    opened = read_checkpoint(out)
-    findings.add(*refusals(opened.problems))
-    shards, sidecar = opened.checkpoint.shards, read_sidecar(out, findings)
-    compare = Comparison(
+        return nothing, None
+    expected = ExpectedOutput.of(planned)
+    texts = expected_texts(expected)
+    if plan is not None:
+        findings.add(*key_mismatches(derived_keys(expected), manifest))
+    else:
+        keys = expected_manifest(expected, texts, manifest.content)
+        unlike = key_mismatches({"model": keys["model"]}, manifest)
+        if unlike:  # with other widths there is no telling which bytes to expect
+            findings.add(*unlike)
+            return nothing, None
+        findings.add(*manifest_mismatches(keys, manifest))
+    opened = _Opened.of(out, findings)
+    comparison = Comparison(
         source.checkpoint,
         source.folder.root,
-        main=_check_main(source, out, shards, padded, findings),
-        padded=padded,
-        experts=_check_sidecar(source, out, demanded, sidecar, findings),
-        same=_check_files(source, out, demanded, findings),
-        sample=sample,
-        workers=workers,
-        seed=seed,
+        main=check_standard_layout(expected, out, opened.shards, findings),
+        padded=expected.padded,
+        experts=_comparable(source, expected.experts, expected.files, opened.sidecar, findings),
     )
+    check_kernel_headers(expected, out, opened.sidecar, findings)
+    comparison.same = check_files(expected, out, findings)
     for name, text in texts.items():
         if name in out.files:
-            findings.add(*compare_text(name, text, out.read(name)))
-    result = read_back(compare, out, shards, sidecar, findings, progress)
-    counts = {sort: len(names) for sort, names in compare.sorts.items()}
-    findings.add(*digest_mismatches(claims, result))
-    findings.add(*proof_mismatches(claims, result, counts, len(demanded.experts), swiglu_limit(source)))
-    return _finish(result, claims, "source", out, (*shards, *sidecar), demanded)
+            findings.add(*text_mismatches(name, text, out.read(name)))
+    result = _read_back(output, comparison, opened, findings, observe, expected)
+    findings.add(*digest_mismatches(manifest.content, result))
+    if plan is None:
+        tensors = {kind: len(names) for kind, names in comparison.kinds.items()}
+        findings.add(*proof_mismatches(manifest, expected, result, tensors))
+    return result, expected
 
 
-def prove_alone(
-    out: LocalFolder, claims: Claims, *, sample: int | None = None, seed: int = 0, progress: Progress = ignore
-) -> StorageResult:
+def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     """Check an output without its source: headers, indexes and files against each other and against the manifest's digests.
 
     The kernel layout is compared, address by address, with the standard layout beside it, unless the source's width ends
     within a scale block: then padding rows have that block's scale here and 1.0 there. Which layers must have it only the
     manifest says, so this tells damage, and no editor who makes the digests again. Raises OSError, EOFError.
     """
-    findings = Findings()
-    opened = read_checkpoint(out)
-    findings.add(*refusals(opened.problems))
+    out, manifest, findings = output.folder, output.manifest.content, Findings()
+    opened = _Opened.of(out, findings)
     source = describe_source(opened.checkpoint)
-    shards, sidecar = opened.checkpoint.shards, read_sidecar(out, findings)
-    layers = kernel_experts(source.description, claims.layers, claims.n_shared * claims.widths[2])
-    for shard in sidecar:
-        findings.add(*header_mismatches(out, shard, entries_of(shard), _metadata(claims.contract)))
-    found = _comparable(source, layers, {}, sidecar, findings)
-    for e in (e for e in layers if not _has_kernel_shape(e)):
+    experts = kernel_experts(source.description, manifest.verdicts, manifest.model.shared_kernel_width)
+    for shard in opened.sidecar:
+        findings.add(*header_mismatches(out, shard, entries_of(shard), shard_metadata(manifest.contract.name)))
+    right = _comparable(source, experts, {}, opened.sidecar, findings)
+    for e in (e for e in experts if not _has_kernel_shape(e)):
         want, got = "shapes that the kernel takes", f"width {e.group.width} -> {e.width}, hidden size {e.group.hidden}"
         findings.add(Mismatch("manifest", MANIFEST, e.prefix, expected=want, found=got))
-    width = claims.n_shared * claims.widths[0]
-    experts = {n: e for n, e in found.items() if _has_kernel_shape(e) and _ends_with_block(e, width)}
+    width = manifest.model.n_shared_experts * manifest.model.width.source
+    comparable = {n: e for n, e in right.items() if _has_kernel_shape(e) and _ends_with_block(e, width)}
     findings.add(*hidden_mismatches(out))
-    compare = Comparison(opened.checkpoint, out.root, experts=experts, sample=sample, seed=seed)
-    result = read_back(compare, out, shards, sidecar, findings, progress)
-    findings.add(*digest_mismatches(claims, result))
-    return _finish(result, claims, "manifest", out, (*shards, *sidecar), None)
-
-
-def _has_kernel_shape(expert: KernelExpert) -> bool:
-    """Whether the layout is defined for a stated width: in whole words of scales, and no narrower than what it holds."""
-    return expert.width % PACKED == 0 and expert.group.hidden % PACKED == 0 and expert.group.width <= expert.width
-
-
-def _ends_with_block(expert: KernelExpert, width: int) -> bool:
-    """Whether a scale block ends where the source's width does, in all three projections."""
-    blocks = {role: f.block or (1, 1) for role, f in expert.group.formats.items()}
-    return all(width % (block[1] if role is Role.DOWN else block[0]) == 0 for role, block in blocks.items())
+    comparison = Comparison(opened.checkpoint, out.root, experts=comparable)
+    result = _read_back(output, comparison, opened, findings, observe)
+    findings.add(*digest_mismatches(manifest, result))
+    return result
 
 
 def damaged(error: VerificationFailure, against: str) -> StorageResult:
-    """The answer when the manifest itself cannot be believed: nothing else was looked at."""
+    """Return the answer for a manifest that cannot be believed: nothing else was looked at."""
     findings = Findings()
     findings.add(*(Mismatch(p.code, MANIFEST, expected="the manifest as it was written", found=p.message) for p in error.problems))
-    return StorageResult(against, findings, Coverage(), None, {}, {})
+    return StorageResult(against, findings)
 
 
-def _finish(
-    result: StorageResult, claims: Claims, against: str, out: LocalFolder, shards: Iterable[Shard], demanded: Demand | None
-) -> StorageResult:
-    return replace(
-        result,
-        against=against,
-        of_tensors=sum(bool(t.nbytes) or not s.name.startswith(f"{SIDECAR}/") for s in shards for t in s.header.tensors),
-        digests=claims.tensors is not None,
-        demand=demanded,
-        notes=tuple(filter(None, (tool_note(claims), hidden_note(out)))),
-        kernel_stated=kernel_statement(claims),
-    )
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An output's headers: of the standard layout, and of ``fse/``."""
 
+    checkpoint: Checkpoint
+    sidecar: list[Shard]
 
-def _check_main(
-    source: Source, out: LocalFolder, shards: Iterable[Shard], padded: Mapping[str, Padded], findings: Findings
-) -> set[str]:
-    """Check the standard layout's headers; returns the tensors whose bytes can be compared."""
-    expected = {
-        t.name: (s.name, t.dtype, padded[t.name].shape if t.name in padded else t.shape)
-        for s in source.checkpoint.shards
-        for t in s.header.tensors
-    }
-    wrong = tensor_mismatches(shards, expected)
-    findings.add(*wrong)
-    known = {s.name: s for s in source.checkpoint.shards}
-    for shard in shards:
-        if shard.name in known:
-            findings.add(*_main_header(source, out, known[shard.name], shard, padded))
-    present = {t.name for s in shards for t in s.header.tensors}
-    return (expected.keys() & present) - {m.tensor for m in wrong}
+    @classmethod
+    def of(cls, out: LocalFolder, findings: Findings) -> _Opened:
+        opened = read_checkpoint(out)
+        sidecar, problems = read_shards(out, shard_names(out))
+        findings.add(*refusals(opened.problems), *refusals(problems), *index_mismatches(out, sidecar))
+        return cls(opened.checkpoint, sidecar)
 
-
-def _main_header(source: Source, out: LocalFolder, theirs: Shard, ours: Shard, padded: Mapping[str, Padded]) -> list[Mismatch]:
-    """A shard that is carried over has the source's header; a rewritten one says ``format: pt`` and the new sizes."""
-    if any(t.name in padded for t in theirs.header.tensors):
-        return header_mismatches(out, ours, header_entries(theirs, padded), {"format": "pt", **theirs.header.metadata})
-    expected, found = raw_header(source.folder, theirs), raw_header(out, ours)
-    return [bytes_mismatch("header", ours.name, expected, found)] if expected != found else []
-
-
-def _check_sidecar(
-    source: Source, out: LocalFolder, demanded: Demand, sidecar: Iterable[Shard], findings: Findings
-) -> dict[str, KernelExpert]:
-    """Check the headers in ``fse/``: file by file, tensor by tensor, in the order in which a conversion writes them."""
-    files = demanded.files()
-    places = {name: file for file, experts in files.items() for e in experts for name in e.shapes}
-    found = _comparable(source, demanded.experts, places, sidecar, findings)
-    for shard in sidecar:
-        if shard.name in files:
-            entries = kernel_entries(files[shard.name])
-            if shard.name == next(iter(files)):
-                wire = tripwire(source.checkpoint)
-                entries = {wire.name: header_entry(wire.dtype, (0,), 0, 0), **entries}
-            findings.add(*header_mismatches(out, shard, entries, _metadata(demanded.plan.options.contract.name)))
-    return found
-
-
-def _metadata(contract: str) -> dict[str, str]:
-    return {"format": "pt", "fse_contract": contract, **SIDECAR_METADATA}
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self.checkpoint.shards
 
 
 def _comparable(
     source: Source,
-    layers: Iterable[KernelExpert],
-    places: Mapping[str, str],
+    experts: Iterable[KernelExpert],
+    files: Mapping[str, Iterable[KernelExpert]],
     sidecar: Iterable[Shard],
     findings: Findings,
 ) -> dict[str, KernelExpert]:
-    """Check names, dtypes, shapes and (where ``places`` says) files in ``fse/``; returns whose tensor each comparable one is."""
-    layers = tuple(layers)
-    expected = {name: (e, dtype, shape) for e in layers for name, (dtype, shape) in e.shapes.items()}
-    demanded = {n: (places.get(n, ""), dtype, shape) for n, (_, dtype, shape) in expected.items()}
-    if expected:
-        wire = tripwire(source.checkpoint)
-        demanded[wire.name] = (next((s.name for s in sidecar), ""), wire.dtype, (0,))
-    wrong = tensor_mismatches(sidecar, demanded)
-    findings.add(*wrong)
-    inexact = _inexact(source, layers)
+    """Check the tensors in ``fse/``; return whose tensor each comparable one is."""
+    right = check_kernel_tensors(source, experts, files, sidecar, findings)
+    inexact = _inexact(source, experts)
     findings.add(*inexact)
-    unusable = {m.tensor for m in (*wrong, *inexact)}
-    present = {t.name for s in sidecar for t in s.header.tensors}
-    return {n: e for n, (e, _, _) in expected.items() if n in present and n not in unusable and e.prefix not in unusable}
+    unusable = {m.tensor for m in inexact}
+    return {name: e for name, e in right.items() if e.prefix not in unusable}
 
 
-def _inexact(source: Source, layers: Iterable[KernelExpert]) -> list[Mismatch]:
-    """Experts whose FP32 scales the kernel layout cannot hold, by prefix."""
-    found = []
+def _inexact(source: Source, experts: Iterable[KernelExpert]) -> list[Mismatch]:
+    """Find experts whose FP32 scales the kernel layout cannot hold, by prefix."""
+    mismatches = []
     with input_files(source.folder.root) as files:
         tensors = SourceTensors.of(source.checkpoint, files)
-        for expert in layers:
+        for expert in experts:
             for role in Role:
                 try:
                     if expert.group.formats[role].scale_dtype == "F32":
                         block_scales(expert, role, tensors)
                 except ValueError as e:
                     shard = expert.tensor(role, scale=True).shard
-                    found.append(Mismatch("scale-inexact", shard, expert.prefix, expected="powers of two", found=str(e)))
-    return found
+                    mismatches.append(Mismatch("scale-inexact", shard, expert.prefix, expected="powers of two", found=str(e)))
+    return mismatches
 
 
-def _texts(source: Source, demanded: Demand, padded: Mapping[str, Padded]) -> dict[str, bytes]:
-    """config.json and the index as they must be: the source's, with the edits that padding demands."""
-    edits = config_edits(source, demanded.plan.decision.n_shared, *demanded.widths[:2])
-    expected = {CONFIG: encode_json(edited(source.checkpoint.config, edits)) if edits else source.folder.read(CONFIG)}
-    if INDEX in source.folder.files:
-        expected[INDEX] = _index(source, padded)
-    return expected
+def _has_kernel_shape(expert: KernelExpert) -> bool:
+    """Tell whether the layout is defined for a recorded width: in whole words of scales, and no narrower than what it holds."""
+    return expert.width % PACKED == 0 and expert.group.hidden % PACKED == 0 and expert.group.width <= expert.width
 
 
-def _index(source: Source, padded: Mapping[str, Padded]) -> bytes:
-    """The source's index where that is right as it is, else one with true totals."""
-    checkpoint = source.checkpoint
-    stated = checkpoint.index_metadata or {}
-    grown = sum(p.new_rows * p.new_row_bytes - p.info.nbytes for p in padded.values())
-    metadata = {**stated, "total_size": checkpoint.total_size + grown}
-    if isinstance(stated.get("total_parameters"), int):
-        metadata["total_parameters"] += sum(prod(p.shape) - prod(p.info.shape) for p in padded.values())
-    if not padded and metadata == checkpoint.index_metadata:
-        return source.folder.read(INDEX)
-    return encode_json({"metadata": metadata, "weight_map": {n: checkpoint.tensors[n].shard for n in sorted(checkpoint.tensors)}})
+def _ends_with_block(expert: KernelExpert, width: int) -> bool:
+    """Tell whether a scale block ends where the source's width does, in all three projections."""
+    blocks = {role: f.block or (1, 1) for role, f in expert.group.formats.items()}
+    return all(width % (block[1] if role is Role.DOWN else block[0]) == 0 for role, block in blocks.items())
 
 
-def _check_files(source: Source, out: LocalFolder, demanded: Demand, findings: Findings) -> set[str]:
-    """Check which files there are; returns those that must be equal to the source's and have its size."""
-    own = demanded.files().keys() | ({SIDECAR_INDEX} if demanded.places else set())
-    findings.add(*file_mismatches(source.folder.files.keys() | own, out), *hidden_mismatches(out))
-    same = []
-    for name in source.checkpoint.others:
-        if out.files.get(name) == source.folder.files[name]:
-            same.append(name)
-        elif name in out.files:
-            want, got = (f"{size} bytes" for size in (source.folder.files[name], out.files[name]))
-            findings.add(Mismatch("size", name, expected=want, found=got))
-    return set(same)
+@dataclass(slots=True)
+class Comparison:
+    """What of an output is compared with which checkpoint; whatever is left out is only hashed.
+
+    ``checkpoint``: holds the bytes, below ``root``. ``main``: standard-layout tensors that are comparable, ``padded``
+    those of them that grew. ``experts``: whose tensor each comparable one of ``fse/`` is. ``same``: files that must be equal.
+    """
+
+    checkpoint: Checkpoint
+    root: Path
+    main: Collection[str] = ()
+    padded: Mapping[str, Padded] = field(default_factory=dict)
+    experts: Mapping[str, KernelExpert] = field(default_factory=dict)
+    same: Collection[str] = ()
+
+    @property
+    def kinds(self) -> dict[str, list[str]]:
+        """Comparable tensors by kind."""
+        return {
+            "unchanged": sorted(n for n in self.main if n not in self.padded),
+            "padded": sorted(n for n in self.main if n in self.padded),
+            "kernel": sorted(self.experts),
+        }
+
+
+def choose(sample: Sample, kinds: Mapping[str, list[str]]) -> set[str]:
+    """Choose names, in turn from each kind, by a hash of name and seed: the same on every machine.
+
+    The kernel layout comes first: it is what a conversion computes. The seed must not follow from the output, or whoever
+    damages one knows what a sample leaves out.
+    """
+
+    def rank(name: str) -> str:
+        return sha256(f"{sample.seed} {name}".encode("utf-8", "surrogatepass"))
+
+    queues = [sorted(kinds[kind], key=rank) for kind in sorted(kinds, key=lambda kind: kind != "kernel")]
+    turns = (q[i] for i in range(max(map(len, queues), default=0)) for q in queues if i < len(q))
+    return {name for name, _ in zip(turns, range(sample.count), strict=False)}
+
+
+def _read_back(
+    output: Output,
+    comparison: Comparison,
+    opened: _Opened,
+    findings: Findings,
+    observe: Observer,
+    expected: ExpectedOutput | None = None,
+) -> StorageResult:
+    """Read every file of an output once (of a sample: the chosen tensors and all files that hold none), compare and hash.
+
+    What is wrong goes to ``findings``, file by file, in the order of the files whatever the number of workers.
+    ``expected``: None without a source.
+    """
+    kinds, manifest, sample = comparison.kinds, output.manifest, output.sample
+    chosen = None if sample is None else choose(sample, kinds)
+    coverage = Coverage({kind: len(names if chosen is None else chosen.intersection(names)) for kind, names in kinds.items()})
+    tensors: dict[str, str] = {}
+    files: dict[str, FileDigest] = {}
+    jobs = list(_jobs(output.folder, comparison, opened, chosen))
+    for report in _run(jobs, output.folder.root, comparison, output.workers or WORKERS, observe):
+        findings.extend(report.findings)
+        coverage.bytes += report.compared
+        coverage.files += 1
+        tensors.update(report.tensors)
+        if report.sha256:
+            files[report.name] = FileDigest(size=report.size, sha256=report.sha256)
+    held = (
+        t for s in (*opened.shards, *opened.sidecar) for t in s.header.tensors if t.nbytes or not s.name.startswith(f"{SIDECAR}/")
+    )
+    return StorageResult(
+        against="source" if expected else "manifest",
+        findings=findings,
+        sample=sample,
+        coverage=coverage,
+        tensors=tensors,
+        files=files,
+        of_tensors=sum(1 for _ in held),
+        digests=manifest.content.tensors is not None,
+        layers=expected.coverage(sample) if expected else None,
+        notes=tuple(filter(None, (tool_note(manifest.content), hidden_note(output.folder)))),
+        kernel_in_manifest=kernel_note(manifest),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    name: str
+    pieces: Callable[[SourceTensors], Iterator[Piece]]
+    whole: bool
+
+
+def _jobs(out: LocalFolder, comparison: Comparison, opened: _Opened, chosen: set[str] | None) -> Iterator[_Job]:
+    for shards, pieces in ((opened.shards, _main), (opened.sidecar, _sidecar)):
+        for shard in shards:
+            if chosen is None or any(t.name in chosen for t in shard.header.tensors):
+                yield _Job(shard.name, partial(pieces, comparison, shard, chosen), chosen is None)
+    known = {s.name for s in (*opened.shards, *opened.sidecar)} | {MANIFEST}
+    for name, size in out.files.items():
+        if name not in known:
+            yield _Job(name, partial(_plain, comparison, name, size), whole=True)
+
+
+def _main(compare: Comparison, shard: Shard, chosen: set[str] | None, source: SourceTensors) -> Iterator[Piece]:
+    return main_pieces(shard, source if compare.main else None, compare.padded, compare.main, chosen)
+
+
+def _sidecar(compare: Comparison, shard: Shard, chosen: set[str] | None, source: SourceTensors) -> Iterator[Piece]:
+    return sidecar_pieces(shard, source, compare.experts, chosen)
+
+
+def _plain(compare: Comparison, name: str, size: int, source: SourceTensors) -> Iterator[Piece]:
+    return plain_pieces(source.files if name in compare.same else None, name, size)
+
+
+def _run(jobs: list[_Job], out: Path, comparison: Comparison, workers: int, observe: Observer) -> Iterator[FileReport]:
+    lock = Lock()
+
+    def report(event: Event) -> None:
+        with lock:
+            observe(event)
+
+    def run(job: _Job) -> FileReport:
+        with input_files(out) as ours, input_files(comparison.root) as theirs:
+            source = SourceTensors.of(comparison.checkpoint, theirs)
+            return walk(ours, job.name, job.pieces(source), report, whole=job.whole)
+
+    with one_torch_thread():
+        if workers == 1:
+            yield from map(run, jobs)
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            yield from pool.map(run, jobs)

@@ -19,7 +19,8 @@ from typing import Protocol
 import xxhash
 
 from fse_convert.output.copying import read_into
-from fse_convert.verification.findings import Findings, Mismatch, Progress, hexadecimal
+from fse_convert.progress import Event, Observer
+from fse_convert.verification.findings import READ_BACK, Findings, Mismatch, hexadecimal
 
 CHUNK = 2 << 20
 """Bytes that are read and compared at once."""
@@ -36,7 +37,7 @@ class Memory:
         self.buffers: dict[str, bytearray] = {}
 
     def take(self, purpose: str, size: int) -> memoryview:
-        """A buffer of ``size`` bytes with arbitrary content, valid until the next call for the same purpose."""
+        """Return a buffer of ``size`` bytes with arbitrary content, valid until the next call for the same purpose."""
         buffer = self.buffers.get(purpose)
         if buffer is None or len(buffer) < size:
             buffer = self.buffers[purpose] = bytearray(max(size, min(CHUNK, 2 * size)))
@@ -47,10 +48,10 @@ class Expect(Protocol):
     """Gives the bytes that a piece must hold, and whether a byte of it is padding."""
 
     def __call__(self, memory: Memory) -> memoryview:
-        """The expected bytes."""
+        """Return the expected bytes."""
 
     def is_padding(self, at: int) -> bool:
-        """Whether byte ``at`` of the piece is padding."""
+        """Tell whether byte ``at`` of the piece is padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class _Sha256:
         self.thread.join()
 
     def take(self, size: int) -> bytearray:
-        """A buffer of at least ``size`` bytes."""
+        """Return a buffer of at least ``size`` bytes."""
         buffer = self.free.get()
         return buffer if len(buffer) >= size else bytearray(max(size, min(CHUNK, 2 * size)))
 
@@ -158,7 +159,7 @@ class _Sha256:
             self.free.put(buffer)
 
 
-def walk(out: InputFiles, name: str, pieces: Iterable[Piece], progress: Progress, *, whole: bool = True) -> FileReport:
+def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer, *, whole: bool = True) -> FileReport:
     """Read the pieces of one file in order, hash them, and compare each with what it must be.
 
     ``whole``: the pieces make up the file, so that its SHA-256 is meaningful. Raises OSError, EOFError.
@@ -166,7 +167,7 @@ def walk(out: InputFiles, name: str, pieces: Iterable[Piece], progress: Progress
     report = FileReport(name)
     tensors = _TensorHashes(report.tensors)
     memory = Memory()
-    found: dict[str, Mismatch] = {}
+    mismatches: dict[str, Mismatch] = {}
     with _Sha256() as sha:
         for piece in pieces:
             size = piece.size
@@ -177,15 +178,15 @@ def walk(out: InputFiles, name: str, pieces: Iterable[Piece], progress: Progress
             if piece.expect is not None:
                 expected = piece.expect(memory)
                 if not buffer.startswith(expected, 0, size) or len(expected) != size:
-                    _locate(name, piece, view, expected, found)
+                    _locate(name, piece, view, expected, mismatches)
                 report.compared += size
             report.size += size
             sha.give(buffer, size)
-            progress(name, size, False)
+            observe(Event(name, size, how=READ_BACK))
     tensors.finish()
-    report.findings.add(*found.values())
+    report.findings.add(*mismatches.values())
     report.sha256 = sha.hash.hexdigest() if whole else ""
-    progress(name, 0, True)
+    observe(Event(name, done=True, how=READ_BACK))
     return report
 
 
@@ -211,7 +212,7 @@ class _TensorHashes:
             self.into[self.name] = self.hash.hexdigest()
 
 
-def _locate(name: str, piece: Piece, view: memoryview, expected: memoryview, found: dict[str, Mismatch]) -> None:
+def _locate(name: str, piece: Piece, view: memoryview, expected: memoryview, mismatches: dict[str, Mismatch]) -> None:
     """Record the first wrong byte of every tensor in a piece, and how many there are."""
     import torch
 
@@ -220,10 +221,10 @@ def _locate(name: str, piece: Piece, view: memoryview, expected: memoryview, fou
     for tensor, size in piece.parts:
         wrong = (ours[at : at + size] != theirs[at : at + size]).nonzero().flatten()
         if len(wrong):
-            known = found.get(tensor)
+            known = mismatches.get(tensor)
             first = at + int(wrong[0])
             is_padding = piece.expect is not None and piece.expect.is_padding(first)
-            found[tensor] = Mismatch(
+            mismatches[tensor] = Mismatch(
                 known.code if known else "padding" if is_padding else "bytes",
                 name,
                 tensor,

@@ -46,12 +46,13 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 def prove(source: Path, out: Path) -> None:
     """Level 1, from opening both folders on."""
     from fse_convert.checkpoint.folder import LocalFolder
-    from fse_convert.sidecar.claims import read_claims
-    from fse_convert.verification.expected import open_source
-    from fse_convert.verification.storage import prove_storage
+    from fse_convert.plan.source import open_source
+    from fse_convert.verification.manifest import OutputManifest
+    from fse_convert.verification.storage import Output, prove_storage
 
     folder = LocalFolder(out)
-    if not prove_storage(open_source(LocalFolder(source)), folder, read_claims(folder)).passed:
+    result, _ = prove_storage(Output(folder, OutputManifest.read(folder)), open_source(LocalFolder(source)))
+    if not result.passed:
         raise SystemExit("the output does not pass")
 
 

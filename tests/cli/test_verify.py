@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from fse_convert.layout import megamoe
 from fse_convert.testing.patch import flip
-from fse_convert.verification import layers, passes
+from fse_convert.verification import layers, storage
 from fse_convert.verification.findings import BOUND
 from fse_convert.verification.kernel import KernelProbe, KernelResult
 
@@ -250,7 +250,7 @@ def test_manifest_holds_proof_and_digests(root: Path, out: Path) -> None:
 def test_same_bytes_whatever_the_folder_and_the_workers(
     root: Path, out: Path, tmp_path: Path, run: Run, digest: Digest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "WORKERS", 5)
+    monkeypatch.setattr(storage, "WORKERS", 5)
     monkeypatch.setattr(layers, "WORKERS", 3)
     elsewhere = tmp_path / "elsewhere/deep/out"
     elsewhere.parent.mkdir(parents=True)

@@ -12,11 +12,12 @@ import pytest
 
 from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.sidecar.claims import read_claims
+from fse_convert.plan.plan import Plan
+from fse_convert.plan.source import open_source
 from fse_convert.testing.patch import read_shard, write_shard
-from fse_convert.verification.demanded import Demand, demand
-from fse_convert.verification.expected import open_source
+from fse_convert.verification.expected import ExpectedOutput
 from fse_convert.verification.layers import check_layers
+from fse_convert.verification.manifest import OutputManifest, plan_again
 from fse_convert.verification.stream import InputFiles
 from tests.verification.editing import INDEX, L1, SIDECAR, Manifest, into, load, seal
 
@@ -199,9 +200,9 @@ def test_a_tensor_of_another_shape_is_not_read(root: Path, out: Path, monkeypatc
 
     monkeypatch.setattr(InputFiles, "read", watched)
     folder = LocalFolder(out)
-    demanded = demand(open_source(LocalFolder(root)), read_claims(folder))
-    assert isinstance(demanded, Demand)
-    numerics = check_layers(demanded, folder)
+    plan = plan_again(OutputManifest.read(folder).content, open_source(LocalFolder(root)))
+    assert isinstance(plan, Plan)
+    numerics = check_layers(ExpectedOutput.of(plan), folder)
     assert [layer.passed for layer in numerics.layers] == [True, True, False]
     assert "shared_l2_weight_scale is I32 [2147483648], expected I32 [4, 512]" in numerics.layers[2].reason
     assert max(asked) < 1 << 20

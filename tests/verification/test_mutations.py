@@ -10,20 +10,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.conversion.run import Request, convert
+from fse_convert.conversion.run import Conversion, Request
 from fse_convert.errors import InvalidCheckpoint, VerificationFailure
 from fse_convert.output.copying import Link
-from fse_convert.plan.plan import Options
+from fse_convert.plan.plan import Options, Plan
+from fse_convert.plan.source import Source, open_source
+from fse_convert.progress import ignore
 from fse_convert.servers.targets import find_target
-from fse_convert.sidecar.claims import Claims, read_claims
+from fse_convert.sidecar.manifest import Manifest
 from fse_convert.testing.patch import read_header
-from fse_convert.verification.demanded import Demand, demand
-from fse_convert.verification.expected import Source, open_source
+from fse_convert.verification.expected import ExpectedOutput
 from fse_convert.verification.layers import check_layers
-from fse_convert.verification.storage import prove_alone, prove_storage
+from fse_convert.verification.manifest import OutputManifest, plan_again
+from fse_convert.verification.storage import Output, prove_alone, prove_storage
 
 KNOBS = {"hidden": 256, "width": 160, "layers": 1, "mtp": 1, "experts": 2, "vocab": 32, "shard_size": 400_000}
 SIDECAR = "fse/shared-00001-of-00001.safetensors"
@@ -46,7 +49,7 @@ class Mutation:
 class Converted:
     source: Source
     out: Path
-    claims: Claims
+    manifest: Manifest
 
     def entries(self, name: str) -> tuple[dict[str, dict], int]:
         """Entries of a shard without its metadata, and the offset of its payload."""
@@ -60,15 +63,17 @@ def finished(request: pytest.FixtureRequest, made: Callable[..., Path], tmp_path
     root, out = made(kind, **KNOBS, **knobs), tmp_path_factory.mktemp("out") / "out"
     target = find_target("megamoe-128")
     assert target
-    convert(Request(root, out, Options(target), Link.COPY), lambda _event: None)
-    return Converted(open_source(LocalFolder(root)), out, read_claims(LocalFolder(out)))
+    Conversion(Request(root, out, Options(target), Link.COPY)).run(ignore)
+    return Converted(open_source(LocalFolder(root)), out, OutputManifest.read(LocalFolder(out)).content)
 
 
 def level_1(c: Converted) -> bool:
     """Whether the output passes level 1 as ``verify --source`` decides it, the manifest's digests aside: they catch anything."""
     try:
         folder = LocalFolder(c.out)
-        return prove_storage(c.source, folder, replace(read_claims(folder), files=None, tensors=None)).passed
+        manifest = OutputManifest.read(folder)
+        bare = replace(manifest, content=msgspec.structs.replace(manifest.content, files=None, tensors=None))
+        return prove_storage(Output(folder, bare), c.source)[0].passed
     except (VerificationFailure, InvalidCheckpoint):  # a damaged manifest, or none
         return False
 
@@ -77,15 +82,15 @@ def alone(c: Converted) -> bool:
     """Whether the output passes ``verify`` without a source, by the manifest's digests."""
     try:
         folder = LocalFolder(c.out)
-        return prove_alone(folder, read_claims(folder)).passed
+        return prove_alone(Output(folder, OutputManifest.read(folder))).passed
     except (VerificationFailure, InvalidCheckpoint):
         return False
 
 
 def level_2(c: Converted) -> bool:
-    demanded = demand(c.source, c.claims)
-    assert isinstance(demanded, Demand)
-    return check_layers(demanded, LocalFolder(c.out)).status == "passed"
+    plan = plan_again(c.manifest, c.source)
+    assert isinstance(plan, Plan)
+    return check_layers(ExpectedOutput.of(plan), LocalFolder(c.out)).status == "passed"
 
 
 def flipped(raw: bytes, at: int, rng: random.Random) -> bytes:
@@ -98,16 +103,16 @@ def tensor_mutations(c: Converted, rng: random.Random, name: str, count: int) ->
     raw = (c.out / name).read_bytes()
     for tensor, e in entries.items():
         begin, end = (start + x for x in e["data_offsets"])
-        sort = "sidecar" if name == SIDECAR else "padded" if tensor in c.claims.padded else "unchanged"
+        sort = "sidecar" if name == SIDECAR else "padded" if tensor in c.manifest.padded else "unchanged"
         kind = "scale" if "scale" in tensor.rpartition(".")[2] else "weight"
         for _ in range(min(count, end - begin)):
             at = rng.randrange(begin, end)
             new = flipped(raw, at, rng)
             same_number = kind == "weight" and {raw[at], new[0]} == ZEROS
             yield Mutation(f"{sort} {kind}", name, at, new, sort == "sidecar" and not same_number)
-        if tensor in c.claims.padded:
+        if tensor in c.manifest.padded:
             rows, row = e["shape"][0], (end - begin) // e["shape"][0]
-            old = c.claims.padded[tensor]
+            old = c.manifest.padded[tensor]
             real_row = row * (old[1] if len(old) > 1 else 1) // (e["shape"][1] if len(old) > 1 else 1)
             for _ in range(2):
                 r, col = (rng.randrange(rows), rng.randrange(real_row, row)) if real_row < row else (rng.randrange(old[0], rows), 0)
@@ -165,7 +170,7 @@ def main_swaps(c: Converted, rng: random.Random) -> Iterator[Mutation]:
                     swapped = raw[high : high + size] + raw[low + size : high] + raw[low : low + size]
                     if swapped != raw[low : high + size]:
                         yield Mutation("two tensors", name, low, swapped)
-            if len(e["shape"]) == 2 and e["shape"][0] > 2 and tensor in c.claims.padded:
+            if len(e["shape"]) == 2 and e["shape"][0] > 2 and tensor in c.manifest.padded:
                 row = (end - begin) // e["shape"][0]
                 a = rng.randrange(e["shape"][0] // 3)
                 rows = raw[begin + a * row : begin + (a + 2) * row]

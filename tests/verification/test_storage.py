@@ -14,16 +14,17 @@ import xxhash
 
 import fse_convert
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.conversion.run import Request, convert
+from fse_convert.conversion.run import Conversion, Request
 from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Experts, Options
+from fse_convert.plan.source import open_source
+from fse_convert.progress import ignore
 from fse_convert.servers.targets import find_target
-from fse_convert.sidecar.claims import parse_claims, read_claims
 from fse_convert.testing.patch import edit_index, find, poke, read_header, write_shard
-from fse_convert.verification import passes, pieces, stream
-from fse_convert.verification.expected import open_source
-from fse_convert.verification.findings import LIMIT, Level, StorageResult
-from fse_convert.verification.storage import prove_alone, prove_storage
+from fse_convert.verification import pieces, storage, stream
+from fse_convert.verification.findings import LIMIT, Level, Sample, StorageResult
+from fse_convert.verification.manifest import OutputManifest
+from fse_convert.verification.storage import Output, prove_alone, prove_storage
 
 Make = Callable[..., Path]
 KINDS = ["v4-flash", "v4.1-flash", "v4-flash-base", "v3", "quark-mxfp4", "nvfp4", "bf16"]
@@ -34,19 +35,32 @@ def output(
 ) -> Path:
     row = find_target(target)
     assert row
-    convert(Request(root, out, Options(row, allow_unfused=True, **more), link, verify=level), lambda _event: None)
+    Conversion(Request(root, out, Options(row, allow_unfused=True, **more), link, verify=level)).run(ignore)
     return out
 
 
-def prove(root: Path, out: Path, **how: Any) -> StorageResult:
+def read(out: Path, sample: int | None = None) -> Output:
     folder = LocalFolder(out)
-    return prove_storage(open_source(LocalFolder(root)), folder, read_claims(folder), **how)
+    return Output(folder, OutputManifest.read(folder), None if sample is None else Sample(sample, 0))
+
+
+def prove(root: Path, out: Path, sample: int | None = None) -> StorageResult:
+    return prove_storage(read(out, sample), open_source(LocalFolder(root)))[0]
+
+
+def prove_with(root: Path, out: Path, **changes: Any) -> StorageResult:
+    """Prove an output with a manifest in which some keys are changed."""
+    folder = LocalFolder(out)
+    manifest = OutputManifest.of({**OutputManifest.read(folder).value, **changes})
+    return prove_storage(Output(folder, manifest), open_source(LocalFolder(root)))[0]
 
 
 def test_imports_nothing_of_the_writer() -> None:
     code = "import sys, fse_convert.verification.storage; print(*sorted(m for m in sys.modules if m.startswith('fse_convert')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    writer = {"fse_convert." + m for m in ("layout.megamoe", "layout.padding", "layout.ue8m0", "rewrite", "convert")}
+    writer = {
+        "fse_convert." + m for m in ("layout.megamoe", "layout.padding", "layout.ue8m0", "conversion.writer", "conversion.run")
+    }
     assert not writer & set(loaded)
 
 
@@ -62,7 +76,7 @@ def test_proves_an_output_of_every_kind(kind: str, made: Make, tmp_path: Path) -
     assert result.coverage.tensors["kernel"] == kernel
     assert result.coverage.tensors["padded"] > 0
     assert set(result.files) == {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()} - {"fse/manifest.json"}
-    alone = prove_alone(LocalFolder(out), read_claims(LocalFolder(out)))
+    alone = prove_alone(read(out))
     assert alone.passed
     assert alone.tensors == result.tensors
     assert not alone.digests
@@ -88,7 +102,7 @@ def test_proves_every_way_to_convert(knobs: dict[str, Any], how: dict[str, Any],
     assert result.passed, [str(m) for m in result.findings.listed]
     assert result.digests
     assert result.coverage.tensors["kernel"] == 12
-    assert prove_alone(LocalFolder(out), read_claims(LocalFolder(out))).passed
+    assert prove_alone(read(out)).passed
 
 
 def test_pieces_may_end_anywhere(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +112,10 @@ def test_pieces_may_end_anywhere(made: Make, tmp_path: Path, monkeypatch: pytest
     for module in (stream, pieces):
         monkeypatch.setattr(module, "CHUNK", 10_007)
     monkeypatch.setattr(pieces, "SCALE_CHUNK", 5_000)
-    monkeypatch.setattr(passes, "WORKERS", 3)
+    monkeypatch.setattr(storage, "WORKERS", 3)
     small = prove(root, out)
     assert small.passed
-    assert small.tensors == whole.tensors == read_claims(LocalFolder(out)).tensors
+    assert small.tensors == whole.tensors == read(out).manifest.content.tensors
     assert small.files == whole.files
     assert small.coverage == whole.coverage
     name = "mtp.0.ffn.experts.shared_l1_weight"
@@ -219,8 +233,7 @@ def test_another_source_is_told_and_not_compared(pair: tuple[Path, Path], made: 
 
 def test_a_manifest_that_says_otherwise_is_told(pair: tuple[Path, Path]) -> None:
     root, out = pair
-    source, folder = open_source(LocalFolder(root)), LocalFolder(out)
-    raw = read_claims(folder).raw
+    raw = read(out).manifest.value
     model, layers = raw["model"], raw["layers"]
     for change in (
         {"model": {**model, "width": {"source": 384, "main": 384, "kernel": 512}}},
@@ -249,16 +262,15 @@ def test_a_manifest_that_says_otherwise_is_told(pair: tuple[Path, Path]) -> None
         {"proof": {**raw["proof"], "kernel": {"status": "passed", "layers": 2, "relative_l2": 1e-4}}},
         {"proof": {}},
     ):
-        result = prove_storage(source, folder, parse_claims({**raw, **change}))
+        result = prove_with(root, out, **change)
         assert {m.code for m in result.findings.listed} == {"manifest"}, change
-    assert prove_storage(source, folder, parse_claims(raw)).passed
+    assert prove(root, out).passed
 
 
 def test_every_mismatched_layer_is_named(pair: tuple[Path, Path]) -> None:
     root, out = pair
-    raw = read_claims(LocalFolder(out)).raw
-    changed = parse_claims({**raw, "layers": [{**layer, "verdict": "unfused"} for layer in raw["layers"]]})
-    found = prove_storage(open_source(LocalFolder(root)), LocalFolder(out), changed).findings.listed
+    layers = [{**layer, "verdict": "unfused"} for layer in read(out).manifest.value["layers"]]
+    found = prove_with(root, out, layers=layers).findings.listed
     assert [(m.expected, m.found) for m in found] == [
         ('layers[0].verdict "fused"', '"unfused"'),
         ('layers[1].verdict "fused"', '"unfused"'),
@@ -267,10 +279,7 @@ def test_every_mismatched_layer_is_named(pair: tuple[Path, Path]) -> None:
 
 def test_another_tool_version_is_a_note(pair: tuple[Path, Path]) -> None:
     root, out = pair
-    raw = read_claims(LocalFolder(out)).raw
-    result = prove_storage(
-        open_source(LocalFolder(root)), LocalFolder(out), parse_claims({**raw, "tool": {**raw["tool"], "version": "99"}})
-    )
+    result = prove_with(root, out, tool={"name": "fse-convert", "version": "99"})
     assert result.passed
     assert result.notes == (f'written by fse-convert "99", compared with what {fse_convert.__version__} would write',)
 
@@ -279,7 +288,7 @@ def test_a_sample_is_repeatable_and_says_so(pair: tuple[Path, Path]) -> None:
     root, out = pair
     first, again = prove(root, out, sample=7), prove(root, out, sample=7)
     assert first.tensors.keys() == again.tensors.keys()
-    assert first.sample == 7
+    assert first.sample == Sample(7, 0)
     assert first.coverage.compared == len(first.tensors) == 7
     assert all(first.coverage.tensors.values())
     assert first.of_tensors > 7
@@ -308,7 +317,7 @@ def test_memory_does_not_grow_with_a_tensor(made: Make, tmp_path: Path) -> None:
     out = output(root, tmp_path / "out", link=Link.HARD, level=Level.NONE)
     assert max(p.stat().st_size for p in root.glob("*.safetensors")) > 10**9
     code = (
-        "import sys, resource; from pathlib import Path; from fse_convert.conversion.run import Check, verify; import torch;"
+        "import sys, resource; from pathlib import Path; from fse_convert.verification.proof import Check, verify; import torch;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "from fse_convert.verification.findings import Level;"
         "assert not verify(Check(Path(sys.argv[1]), Path(sys.argv[2]), Level.STORAGE), lambda e: None).failed;"

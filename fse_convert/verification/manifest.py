@@ -1,0 +1,252 @@
+"""The manifest of an output against the source: what it says must follow from the source and its own arguments.
+
+``verify`` plans again from the manifest's arguments, by the rules that a conversion uses: a manifest is not believed about its
+own layers. Padding and config edits are those that `fse_convert.verification.expected` derives apart from the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import msgspec
+
+import fse_convert
+from fse_convert.checkpoint.encoding import sha256
+from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.header import LENGTH_BYTES
+from fse_convert.checkpoint.names import MANIFEST
+from fse_convert.errors import InvalidCheckpoint, NotConvertible
+from fse_convert.plan.manifest import draft_manifest, shard_identities, small_digests
+from fse_convert.plan.plan import Experts, Options, Plan
+from fse_convert.plan.planner import make_plan
+from fse_convert.plan.source import Source
+from fse_convert.servers.targets import find_target
+from fse_convert.sidecar.manifest import DIGEST, NOT_ASKED, Manifest, ProofRecord, damaged_manifest, read_value, typed
+from fse_convert.verification.expected import ExpectedOutput, swiglu_limit
+from fse_convert.verification.findings import (
+    ABSENT,
+    BOUND,
+    KERNEL_REASONS,
+    NO_LAYERS,
+    SEED,
+    TOKENS,
+    Mismatch,
+    StorageResult,
+    json_mismatches,
+    short,
+)
+
+READ_BACK_KEYS = ("proof", "files", "tensors", DIGEST)
+"""Keys that a conversion adds after it has read its output back, in their order."""
+NOTHING_TO_RUN_ON = {"status": "not-run", "reason": NO_LAYERS}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputManifest:
+    """The manifest of an output. ``value``: the JSON as it was read, with whatever `Manifest` does not know.
+
+    ``content``: the same, typed, but for ``server`` and ``proof``: these are only compared, whatever they hold.
+    """
+
+    content: Manifest
+    value: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, out: LocalFolder) -> OutputManifest:
+        """Read it from an output; see `fse_convert.sidecar.manifest.read_value` for the errors."""
+        value = read_value(out)
+        try:
+            return cls.of(value)
+        except ValueError as e:
+            raise damaged_manifest(str(e)) from e
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> OutputManifest:
+        """Type JSON values. Raises ValueError, which names the JSON path."""
+        proof = ProofRecord(storage=NOT_ASKED, numerics=NOT_ASKED, kernel=NOT_ASKED)
+        return cls(typed({**value, "server": None, "proof": msgspec.to_builtins(proof)}), value)
+
+
+def source_mismatches(manifest: Manifest, source: Source) -> list[Mismatch]:
+    """Tell whether this is the source that the output was made from, by the digests of its small files and headers, read again."""
+    shards = {n: msgspec.to_builtins(s) for n, s in shard_identities(source.checkpoint).items()}
+    files = small_digests(source.checkpoint)
+    recorded = msgspec.to_builtins(manifest.source)
+    mismatches = [
+        *json_mismatches("source-differs", MANIFEST, recorded["files"], files, "source.files"),
+        *json_mismatches("source-differs", MANIFEST, recorded["shards"], shards, "source.shards"),
+    ]
+    for name, text in manifest.source.originals.items():
+        raw = text.encode("utf-8")
+        header = shards.get(name, {}).get("header_sha256")
+        if sha256(raw) != files.get(name) and sha256(len(raw).to_bytes(LENGTH_BYTES, "little") + raw) != header:
+            where = f"source.originals: {name} as the source has it"
+            mismatches.append(Mismatch("source-differs", MANIFEST, expected=where, found="another text"))
+    return mismatches
+
+
+def plan_again(manifest: Manifest, source: Source) -> Plan | Mismatch:
+    """Plan the conversion that a manifest says was made; return a mismatch when there is none."""
+    arguments = manifest.arguments
+    target = find_target(arguments.target)
+    if target is None:
+        return _no_plan(manifest, f"no target {arguments.target!r}")
+    try:
+        return make_plan(source, Options(target, Experts(arguments.experts), arguments.tp, arguments.allow_unfused))
+    except (InvalidCheckpoint, NotConvertible, ValueError) as e:
+        return _no_plan(manifest, str(e).partition("\n")[0])
+
+
+def _no_plan(manifest: Manifest, why: str) -> Mismatch:
+    arguments = short(msgspec.to_builtins(manifest.arguments))
+    return Mismatch("manifest", MANIFEST, expected="arguments by which the source converts", found=f"{arguments}: {why}")
+
+
+def derived_keys(expected: ExpectedOutput) -> dict[str, Any]:
+    """Return the keys of the manifest that are derived apart from the planner: a conversion drafts all others from its plan."""
+    tensors = (t for s in expected.source.checkpoint.shards for t in s.header.tensors)
+    padded = {t.name: list(t.shape) for t in tensors if t.name in expected.padded}
+    return {"config_edits": msgspec.to_builtins(expected.config_edits), "padded": padded}
+
+
+def expected_manifest(expected: ExpectedOutput, texts: Mapping[str, bytes], manifest: Manifest) -> dict[str, Any]:
+    """Return what the manifest of an output must say, but for `READ_BACK_KEYS`.
+
+    ``texts``: config.json and index as the output must have them. ``manifest``: the one that is there; its tool may be of another
+    version.
+    """
+    value = draft_manifest(expected.plan, texts).value() | derived_keys(expected)
+    value["tool"]["version"] = manifest.tool.version
+    return {key: wanted for key, wanted in value.items() if key not in READ_BACK_KEYS}
+
+
+def key_mismatches(expected: Mapping[str, Any], manifest: OutputManifest) -> list[Mismatch]:
+    """Compare keys of a manifest with what they must hold: the first difference in each, and in each layer."""
+    mismatches: list[Mismatch] = []
+    for key, want in expected.items():
+        got = manifest.value.get(key, ABSENT)
+        if key == "layers" and isinstance(got, list) and len(got) == len(want):
+            for i, layer in enumerate(want):
+                mismatches += _compare(f"layers[{i}]", layer, got[i])
+        else:
+            mismatches += _compare(key, want, got)
+    return mismatches
+
+
+def manifest_mismatches(expected: Mapping[str, Any], manifest: OutputManifest) -> list[Mismatch]:
+    """Compare a manifest with all that it must say before anything is read back; keys that are unknown here are mismatches."""
+    value, keys = manifest.value, [*expected, *READ_BACK_KEYS]
+    mismatches = key_mismatches(expected, manifest)
+    extra, missing = [k for k in value if k not in keys], [k for k in READ_BACK_KEYS if k not in value]
+    mismatches += [Mismatch("manifest", MANIFEST, expected=f"no key {key}", found=short(value[key])) for key in extra]
+    mismatches += [Mismatch("manifest", MANIFEST, expected=f"a key {key}", found=ABSENT) for key in missing]
+    if not mismatches and list(value) != keys:
+        return _compare("", dict.fromkeys(keys), dict.fromkeys(value))
+    return mismatches
+
+
+def _compare(path: str, expected: Any, actual: Any) -> list[Mismatch]:
+    return json_mismatches("manifest", MANIFEST, expected, actual, path)
+
+
+def digest_mismatches(manifest: Manifest, result: StorageResult) -> list[Mismatch]:
+    """Compare the digests of what was read with those that the manifest keeps, if it does, and the names in both directions."""
+    whole = result.sample is None
+    mismatches: list[Mismatch] = []
+    if manifest.tensors is not None:
+        unlike = _unlike(manifest.tensors, result.tensors, whole=whole)
+        mismatches += [Mismatch("tensor-digest", MANIFEST, name, None, want, got) for name, want, got in unlike]
+    if manifest.files is not None:
+        kept, read = ({n: f"{f.size} bytes, SHA-256 {f.sha256}" for n, f in d.items()} for d in (manifest.files, result.files))
+        unlike = _unlike(kept, read, whole=whole)
+        mismatches += [Mismatch("file-digest", name, "", None, want, got) for name, want, got in unlike]
+    return mismatches
+
+
+def _unlike(kept: Mapping[str, str], read: Mapping[str, str], *, whole: bool) -> list[tuple[str, str, str]]:
+    names = sorted(kept.keys() | read.keys() if whole else read.keys())
+    pairs = ((n, kept.get(n, "no digest stated"), read.get(n, "nothing to read")) for n in names)
+    return [(name, a, b) for name, a, b in pairs if a != b]
+
+
+def proof_mismatches(
+    manifest: OutputManifest, expected: ExpectedOutput, result: StorageResult, tensors: Mapping[str, int]
+) -> list[Mismatch]:
+    """Compare ``proof`` with what a conversion can have found: the counts of this source, and only what was asked for.
+
+    It is never this run's own result. ``tensors``: how many are comparable, by kind. Bytes and files are compared exactly
+    where this run read everything back.
+    """
+    proof = manifest.value.get("proof")
+    if not isinstance(proof, dict):
+        return [Mismatch("manifest", MANIFEST, expected="proof an object", found=short(proof))]
+    proved = manifest.content.files is not None
+    layers, numerics = len(expected.experts), proof.get("numerics")
+    return _compare(
+        "proof",
+        {
+            "storage": _expected_storage(proof.get("storage"), result, tensors) if proved else NOT_ASKED,
+            "numerics": numerics_record(layers, swiglu_limit(expected.source)) if proved and numerics != NOT_ASKED else NOT_ASKED,
+            "kernel": _expected_kernel(proof.get("kernel"), layers) if numerics != NOT_ASKED else NOT_ASKED,
+        },
+        proof,
+    )
+
+
+def _expected_storage(recorded: Any, result: StorageResult, tensors: Mapping[str, int]) -> dict[str, Any]:
+    """Take counts as recorded where this run, of a part, cannot tell them from right ones: at least what was seen here."""
+    record = storage_record(tensors, result.coverage.bytes, result.coverage.files)
+    if isinstance(recorded, dict) and (result.sample is not None or not result.passed):
+        for key in ("bytes", "files"):
+            count = recorded.get(key)
+            record[key] = count if type(count) is int and count >= record[key] else record[key]
+    return record
+
+
+def _expected_kernel(recorded: Any, layers: int) -> dict[str, Any]:
+    if recorded == NOT_ASKED:
+        return NOT_ASKED
+    if not layers:
+        return NOTHING_TO_RUN_ON
+    if not isinstance(recorded, dict) or recorded.get("status") != "passed":
+        reason = recorded.get("reason") if isinstance(recorded, dict) else None
+        return {"status": "not-run", "reason": reason if reason in KERNEL_REASONS else " or ".join(KERNEL_REASONS)}
+    error, names = recorded.get("relative_l2"), {key: recorded.get(key) for key in ("device", "deep_gemm")}
+    return {
+        "status": "passed",
+        "layers": layers,
+        "relative_l2": error if isinstance(error, float) and isfinite(error) and 0 <= error < 1 else "a number from 0 to 1",
+        **{key: value if value is None or isinstance(value, str) else "a text" for key, value in names.items()},
+    }
+
+
+def storage_record(tensors: Mapping[str, int], size: int, files: int) -> dict[str, Any]:
+    """Return the record of a storage level that passed. ``tensors``: how many were compared, by kind; ``size``: their bytes."""
+    return {"status": "passed", "tensors": dict(tensors), "bytes": size, "files": files}
+
+
+def numerics_record(layers: int, limit: float | None) -> dict[str, Any]:
+    """Return the record of a numerics level that passed, or had nothing to run on. ``limit``: the model's swiglu limit."""
+    if not layers:
+        return NOTHING_TO_RUN_ON
+    return {"status": "passed", "layers": layers, "tokens": TOKENS, "seed": SEED, "swiglu_limit": limit, "criterion": BOUND}
+
+
+def kernel_note(manifest: OutputManifest) -> str:
+    """Return what a manifest says of the kernel level if it says that it passed, for people; empty otherwise."""
+    proof = manifest.value.get("proof")
+    kernel = proof.get("kernel") if isinstance(proof, dict) else None
+    if not isinstance(kernel, dict) or kernel.get("status") != "passed":
+        return ""
+    layers, device, version = (short(kernel.get(key)).strip('"') for key in ("layers", "device", "deep_gemm"))
+    return f"passed for {layers} layers on {device}, DeepGEMM {version}"
+
+
+def tool_note(manifest: Manifest) -> str:
+    """Say that another version wrote a manifest; empty where this version did."""
+    if manifest.tool.version == fse_convert.__version__:
+        return ""
+    return f"written by fse-convert {short(manifest.tool.version)}, compared with what {fse_convert.__version__} would write"
