@@ -183,7 +183,7 @@ def proof_mismatches(
     proof = manifest.value.get("proof")
     if not isinstance(proof, dict):
         return [Mismatch("manifest", MANIFEST, expected="proof an object", found=short(proof))]
-    proved = manifest.content.files is not None
+    proved = manifest.value.get("files") is not None
     layers, numerics = len(expected.experts), proof.get("numerics")
     return _compare(
         "proof",
