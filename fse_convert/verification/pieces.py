@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.moe import Role
+from fse_convert.sidecar.tensors import KernelTensorName
 from fse_convert.verification.addresses import (
     GROUP,
     BlockScales,
@@ -137,65 +139,72 @@ class _Scales:
         return not self.real(4 * (self.words.start + column) + s, row)
 
 
-def plain_pieces(files: InputFiles | None, name: str, size: int) -> Iterator[Piece]:
-    """Cut a file that must be the source's file of the same name; only hashed when ``files`` is None."""
+@dataclass(slots=True)
+class Comparison:
+    """What of an output is compared with which checkpoint; whatever is left out is only hashed.
+
+    ``checkpoint``: holds the bytes, below ``root``. ``main``: standard-layout tensors whose place and size are as expected,
+    ``padded`` those of them that grew. ``experts``: whose tensor each comparable one of ``fse/`` is. ``same``: files that must
+    be equal.
+    """
+
+    checkpoint: Checkpoint
+    root: Path
+    main: Collection[str] = ()
+    padded: Mapping[str, Padded] = field(default_factory=dict)
+    experts: Mapping[str, KernelExpert] = field(default_factory=dict)
+    same: Collection[str] = ()
+
+    @property
+    def kinds(self) -> dict[str, list[str]]:
+        """Comparable tensors by kind."""
+        return {
+            "unchanged": sorted(n for n in self.main if n not in self.padded),
+            "padded": sorted(n for n in self.main if n in self.padded),
+            "kernel": sorted(self.experts),
+        }
+
+
+def plain_pieces(comparison: Comparison, name: str, size: int, source: SourceTensors) -> Iterator[Piece]:
+    """Cut a file without tensors; it is only hashed where it need not be the source's file of the same name."""
     for at in range(0, size, CHUNK):
         n = min(CHUNK, size - at)
-        yield Piece(at, (("", n),), _Bytes(files, name, at, n) if files else None)
+        yield Piece(at, (("", n),), _Bytes(source.files, name, at, n) if name in comparison.same else None)
 
 
-def main_pieces(
-    shard: Shard,
-    source: SourceTensors | None,
-    padded: Mapping[str, Padded],
-    comparable: Collection[str],
-    chosen: Collection[str] | None,
-) -> Iterator[Piece]:
-    """Cut a standard-layout shard: neighbours that did not change are compared as one.
-
-    ``comparable``: tensors whose place and size are as expected; others are only hashed. ``chosen``: a sample, or None.
-    """
+def main_pieces(comparison: Comparison, shard: Shard, chosen: Collection[str] | None, source: SourceTensors) -> Iterator[Piece]:
+    """Cut a standard-layout shard: neighbours that did not change are compared as one. ``chosen``: a sample, or None."""
     if chosen is None:
         yield Piece(0, (("", shard.header.data_start),))
     run: list[TensorInfo] = []
     for t in shard.header.tensors:
         if chosen is not None and t.name not in chosen:
             continue
-        if run and not _follows(run[-1], t, source, padded, comparable):
-            yield from _run(run, shard, source, padded, comparable)
+        if run and not _follows(comparison, run[-1], t, source):
+            yield from _run(comparison, shard, run, source)
             run = []
         run.append(t)
     if run:
-        yield from _run(run, shard, source, padded, comparable)
+        yield from _run(comparison, shard, run, source)
 
 
-def _follows(
-    last: TensorInfo, t: TensorInfo, source: SourceTensors | None, padded: Mapping[str, Padded], comparable: Collection[str]
-) -> bool:
+def _follows(comparison: Comparison, last: TensorInfo, t: TensorInfo, source: SourceTensors) -> bool:
     """Tell whether two tensors of the output are neighbours in both files, and neither grew."""
-    if last.end != t.start:
-        return False
-    if source is None:
-        return True
-    if last.name in padded or t.name in padded or last.name not in comparable or t.name not in comparable:
+    if last.end != t.start or not comparison.main:
+        return last.end == t.start
+    if not all(x.name in comparison.main and x.name not in comparison.padded for x in (last, t)):
         return False
     a, b = source.tensors[last.name], source.tensors[t.name]
     return a.shard == b.shard and a.end == b.start
 
 
-def _run(
-    run: list[TensorInfo],
-    shard: Shard,
-    source: SourceTensors | None,
-    padded: Mapping[str, Padded],
-    comparable: Collection[str],
-) -> Iterator[Piece]:
+def _run(comparison: Comparison, shard: Shard, run: list[TensorInfo], source: SourceTensors) -> Iterator[Piece]:
     first = run[0]
     start = shard.header.data_start + first.start
-    if source is None or first.name not in comparable:
+    if first.name not in comparison.main:
         yield from _cut(run, start, lambda _offset, _size: None)
-    elif first.name in padded:
-        yield from _padded_pieces(first.name, start, padded[first.name], source)
+    elif first.name in comparison.padded:
+        yield from _padded_pieces(first.name, start, comparison.padded[first.name], source)
     else:
         info = source.tensors[first.name]
         at = source.starts[info.shard] + info.start
@@ -229,21 +238,16 @@ def _padded_pieces(name: str, start: int, padded: Padded, source: SourceTensors)
         yield Piece(start + first * padded.new_row_bytes, ((name, size),), _PaddedRows(source, padded, first, count))
 
 
-def sidecar_pieces(
-    shard: Shard,
-    source: SourceTensors | None,
-    experts: Mapping[str, KernelExpert],
-    chosen: Collection[str] | None,
-) -> Iterator[Piece]:
-    """Cut a shard of ``fse/``. ``experts``: whose tensor each comparable one is; others are only hashed."""
+def sidecar_pieces(comparison: Comparison, shard: Shard, chosen: Collection[str] | None, source: SourceTensors) -> Iterator[Piece]:
+    """Cut a shard of ``fse/``. ``chosen``: a sample, or None."""
     if chosen is None:
         yield Piece(0, (("", shard.header.data_start),))
     for t in shard.header.tensors:
         if (chosen is not None and t.name not in chosen) or not t.nbytes:  # the tripwire holds nothing
             continue
         start = shard.header.data_start + t.start
-        expert = experts.get(t.name)
-        if source is None or expert is None:
+        expert = comparison.experts.get(t.name)
+        if expert is None:
             yield from _cut([t], start, lambda _offset, _size: None)
         else:
             yield from _kernel_pieces(t, start, source, expert)
@@ -251,16 +255,16 @@ def sidecar_pieces(
 
 def _kernel_pieces(t: TensorInfo, start: int, source: SourceTensors, expert: KernelExpert) -> Iterator[Piece]:
     h, s, part = expert.group.hidden, expert.width, t.name.removeprefix(f"{expert.prefix}.")
-    if part == "shared_l1_weight":
+    if part == KernelTensorName.L1_WEIGHT:
         step = max(16, CHUNK // h // 16 * 16)
         for first in range(0, 2 * s, step):
             count = min(step, 2 * s - first)
             yield Piece(start + first * h, ((t.name, count * h),), _L1Rows(source, expert, first, count))
-    elif part == "shared_l2_weight":
+    elif part == KernelTensorName.L2_WEIGHT:
         yield from _padded_pieces(
             t.name, start, Padded(expert.tensor(Role.DOWN, scale=False), (h, s), h, expert.group.width, h, s, b"\0"), source
         )
-    elif part == "shared_l1_weight_scale":
+    elif part == KernelTensorName.L1_SCALE:
         gate, up = (block_scales(expert, role, source) for role in (Role.GATE, Role.UP))
         yield from _scale_pieces(
             t,

@@ -8,9 +8,9 @@ functions. One pass reads both sides once, several files at a time, and makes th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -28,7 +28,7 @@ from fse_convert.sidecar.manifest import FileDigest
 from fse_convert.sidecar.reader import read_shards, shard_names
 from fse_convert.sidecar.tensors import shard_metadata
 from fse_convert.torch_threads import one_torch_thread
-from fse_convert.verification.expected import PACKED, ExpectedOutput, KernelExpert, Padded, kernel_experts
+from fse_convert.verification.expected import PACKED, ExpectedOutput, KernelExpert, kernel_experts
 from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, text_mismatches
 from fse_convert.verification.headers import (
     check_files,
@@ -56,7 +56,7 @@ from fse_convert.verification.manifest import (
     source_mismatches,
     tool_note,
 )
-from fse_convert.verification.pieces import SourceTensors, block_scales, main_pieces, plain_pieces, sidecar_pieces
+from fse_convert.verification.pieces import Comparison, SourceTensors, block_scales, main_pieces, plain_pieces, sidecar_pieces
 from fse_convert.verification.stream import FileReport, Piece, input_files, walk
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -224,31 +224,6 @@ def _ends_with_block(expert: KernelExpert, width: int) -> bool:
     return all(width % (block[1] if role is Role.DOWN else block[0]) == 0 for role, block in blocks.items())
 
 
-@dataclass(slots=True)
-class Comparison:
-    """What of an output is compared with which checkpoint; whatever is left out is only hashed.
-
-    ``checkpoint``: holds the bytes, below ``root``. ``main``: standard-layout tensors that are comparable, ``padded``
-    those of them that grew. ``experts``: whose tensor each comparable one of ``fse/`` is. ``same``: files that must be equal.
-    """
-
-    checkpoint: Checkpoint
-    root: Path
-    main: Collection[str] = ()
-    padded: Mapping[str, Padded] = field(default_factory=dict)
-    experts: Mapping[str, KernelExpert] = field(default_factory=dict)
-    same: Collection[str] = ()
-
-    @property
-    def kinds(self) -> dict[str, list[str]]:
-        """Comparable tensors by kind."""
-        return {
-            "unchanged": sorted(n for n in self.main if n not in self.padded),
-            "padded": sorted(n for n in self.main if n in self.padded),
-            "kernel": sorted(self.experts),
-        }
-
-
 def choose(sample: Sample, kinds: Mapping[str, list[str]]) -> set[str]:
     """Choose names, in turn from each kind, by a hash of name and seed: the same on every machine.
 
@@ -316,26 +291,14 @@ class _Job:
 
 
 def _jobs(out: LocalFolder, comparison: Comparison, opened: _Opened, chosen: set[str] | None) -> Iterator[_Job]:
-    for shards, pieces in ((opened.shards, _main), (opened.sidecar, _sidecar)):
+    for shards, pieces in ((opened.shards, main_pieces), (opened.sidecar, sidecar_pieces)):
         for shard in shards:
             if chosen is None or any(t.name in chosen for t in shard.header.tensors):
                 yield _Job(shard.name, partial(pieces, comparison, shard, chosen), chosen is None)
     known = {s.name for s in (*opened.shards, *opened.sidecar)} | {MANIFEST}
     for name, size in out.files.items():
         if name not in known:
-            yield _Job(name, partial(_plain, comparison, name, size), whole=True)
-
-
-def _main(compare: Comparison, shard: Shard, chosen: set[str] | None, source: SourceTensors) -> Iterator[Piece]:
-    return main_pieces(shard, source if compare.main else None, compare.padded, compare.main, chosen)
-
-
-def _sidecar(compare: Comparison, shard: Shard, chosen: set[str] | None, source: SourceTensors) -> Iterator[Piece]:
-    return sidecar_pieces(shard, source, compare.experts, chosen)
-
-
-def _plain(compare: Comparison, name: str, size: int, source: SourceTensors) -> Iterator[Piece]:
-    return plain_pieces(source.files if name in compare.same else None, name, size)
+            yield _Job(name, partial(plain_pieces, comparison, name, size), whole=True)
 
 
 def _run(jobs: list[_Job], out: Path, comparison: Comparison, workers: int, observe: Observer) -> Iterator[FileReport]:
