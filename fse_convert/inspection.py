@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
-from fse_convert.checkpoint.reader import Checkpoint, Reading, read_checkpoint
+from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, read_checkpoint
 from fse_convert.errors import ExitCode, Problem, folded
 from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.describe import kernel_tensors
@@ -98,7 +98,7 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     )
 
 
-def _scales(reading: Reading, source: Source, *, thorough: bool) -> Scales:
+def _scales(reading: PartialCheckpoint, source: Source, *, thorough: bool) -> Scales:
     """Read F32 scales where that costs no download and the headers can be trusted."""
     if reading.problems or not isinstance(source.checkpoint.folder, LocalFolder):
         return UNREAD
@@ -125,7 +125,7 @@ def contract_widths(description: Description, tp: int) -> dict[str, int]:
     return {name: needed_width(description, Options(t, tp=tp), description.widths[0]) for name, t in targets if t}
 
 
-def _layer_problems(reading: Reading, description: Description) -> tuple[Problem, ...]:
+def _layer_problems(reading: PartialCheckpoint, description: Description) -> tuple[Problem, ...]:
     """Return the problems of layers, but for what is missing there only because a whole shard is."""
     shards = {name[:dot] for name in reading.absent or () for dot in _dots(name)}
     found = [

@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PartialCheckpoint:
     """What was found in a folder, complete or not, and everything that is wrong with it.
 
     ``unread``: shards that should be there and could not be read, so that their tensors are missing from ``checkpoint``;
@@ -81,14 +81,14 @@ def open_checkpoint(folder: Folder) -> Checkpoint:
     return reading.checkpoint
 
 
-def read_checkpoint(folder: Folder) -> Reading:
+def read_checkpoint(folder: Folder) -> PartialCheckpoint:
     """Read whatever there is of a checkpoint, be it broken or written by fse-convert itself; never raises InvalidCheckpoint."""
-    with no_collection():
-        return _Opening(folder).run()
+    with garbage_collection_paused():
+        return _CheckpointReader(folder).run()
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def garbage_collection_paused() -> Iterator[None]:
     """Keep the garbage collector off: it would walk 100,000 live tensors again and again, and find nothing."""
     enabled = gc.isenabled()
     gc.disable()
@@ -99,7 +99,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Opening:
+class _CheckpointReader:
     """Collects the parts of one checkpoint and everything that is wrong with it."""
 
     def __init__(self, folder: Folder) -> None:
@@ -108,7 +108,7 @@ class _Opening:
         self.problems: list[Problem] = []
         self.notes: list[Problem] = []
 
-    def run(self) -> Reading:
+    def run(self) -> PartialCheckpoint:
         self._check_sidecar()
         config = self._json(CONFIG, required=True)
         quant_config = self._json(QUANT_CONFIG, required=False)
@@ -131,7 +131,7 @@ class _Opening:
         checkpoint = Checkpoint(self.folder, config or {}, quant_config, shards, tensors, metadata, others, tuple(self.notes))
         lost = set(unread)
         absent = tuple(t for t, n in weight_map.items() if n in lost) if lost and weight_map is not None else None
-        return Reading(checkpoint, tuple(self.problems), unread, absent if lost else (), MANIFEST in self.files)
+        return PartialCheckpoint(checkpoint, tuple(self.problems), unread, absent if lost else (), MANIFEST in self.files)
 
     def _metadata(self, index: dict[str, Any] | None) -> dict[str, Any] | None:
         metadata = index.get("metadata") if index else None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fse_convert.checkpoint.reader import Checkpoint, no_collection
+from fse_convert.checkpoint.reader import Checkpoint, garbage_collection_paused
 from fse_convert.errors import Problem, some
 from fse_convert.model.consistency import conflicts, gaps
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription, first_of
@@ -35,7 +35,7 @@ def describe(checkpoint: Checkpoint, quantization: Quantization) -> Description:
 
     ``quantization``: what `read_quantization` made of the checkpoint's configs.
     """
-    with no_collection():
+    with garbage_collection_paused():
         return _describe(checkpoint, quantization)
 
 

@@ -302,7 +302,7 @@ def block_scales(expert: KernelExpert, role: Role, source: SourceTensors) -> Blo
     raw = source.whole(info)
     codes = exponents(raw) if info.dtype == "F32" else raw
     if codes is None:
-        raise ValueError(f"{info.name}: a scale is no power of two")
+        raise ValueError(f"{info.name}: a scale is not a power of two")
     return BlockScales(codes, f.block, f.shape)
 
 
