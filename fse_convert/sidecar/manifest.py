@@ -204,10 +204,6 @@ class Manifest(Record, frozen=True, kw_only=True):
     tensors: dict[str, str] | None
     manifest_sha256: str = ""
 
-    def __post_init__(self) -> None:
-        if (self.files is None) != (self.tensors is None):
-            raise ValueError("`files` and `tensors` are not both null or both there")
-
     @property
     def verdicts(self) -> dict[str, str]:
         """Verdict by layer name."""
@@ -243,7 +239,7 @@ def own_digest(value: Mapping[str, Any]) -> str:
 def read_manifest(folder: Folder) -> Manifest:
     """Read the manifest of an output; see `read_value` for the errors."""
     try:
-        return typed(read_value(folder))
+        return consistent(typed(read_value(folder)))
     except ValueError as e:
         raise damaged_manifest(str(e)) from e
 
@@ -302,6 +298,13 @@ def typed(value: Mapping[str, Any]) -> Manifest:
         return msgspec.convert(value, Manifest)
     except (msgspec.ValidationError, UnicodeEncodeError) as e:  # the latter for a key with half a surrogate pair
         raise ValueError(f"not as this version writes it: {e}") from e
+
+
+def consistent(manifest: Manifest) -> Manifest:
+    """Check that a manifest has digests of files and tensors, or neither: servers take what there is. Raises ValueError."""
+    if (manifest.files is None) != (manifest.tensors is None):
+        raise ValueError("not as this version writes it: `files` and `tensors` are not both null or both there")
+    return manifest
 
 
 def damaged_manifest(message: str) -> VerificationFailure:

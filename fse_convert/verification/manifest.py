@@ -24,7 +24,7 @@ from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import Source
 from fse_convert.servers.targets import find_target
-from fse_convert.sidecar.manifest import DIGEST, NOT_ASKED, Manifest, ProofRecord, damaged_manifest, read_value, typed
+from fse_convert.sidecar.manifest import DIGEST, NOT_ASKED, Manifest, ProofRecord, consistent, damaged_manifest, read_value, typed
 from fse_convert.verification.expected import ExpectedOutput, swiglu_limit
 from fse_convert.verification.findings import (
     ABSENT,
@@ -67,7 +67,7 @@ class OutputManifest:
     def of(cls, value: Mapping[str, Any]) -> OutputManifest:
         """Type JSON values. Raises ValueError, which names the JSON path."""
         proof = ProofRecord(storage=NOT_ASKED, numerics=NOT_ASKED, kernel=NOT_ASKED)
-        return cls(typed({**value, "server": None, "proof": msgspec.to_builtins(proof)}), value)
+        return cls(consistent(typed({**value, "server": None, "proof": msgspec.to_builtins(proof)})), value)
 
 
 def source_mismatches(manifest: Manifest, source: Source) -> list[Mismatch]:

@@ -82,8 +82,8 @@ def test_padding_keeps_the_real_rows_a_prefix() -> None:
     [
         (lambda: megamoe.interleave(random_bytes(9, 2), random_bytes(9, 2)), "multiples of 8"),
         (lambda: megamoe.interleave(random_bytes(8, 2), random_bytes(16, 2)), "must be equal"),
-        (lambda: megamoe.to_utccp(random_bytes(64, 4)), "no multiple of 128"),
-        (lambda: megamoe.pack(random_bytes(128, 6)), "K = 192 is no multiple of 128"),
+        (lambda: megamoe.to_utccp(random_bytes(64, 4)), "not a multiple of 128"),
+        (lambda: megamoe.pack(random_bytes(128, 6)), "K = 192 is not a multiple of 128"),
     ],
     ids=["9 gate rows", "gate and up of two widths", "64 rows of scales", "6 scales of a row"],
 )

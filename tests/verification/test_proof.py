@@ -44,7 +44,7 @@ def test_a_kernel_that_is_there_counts(root: Path, out: Path, monkeypatch: pytes
     ready = replace(probe(), status="ready")
     monkeypatch.setattr("fse_convert.verification.kernel.probe", lambda: ready)
     monkeypatch.setattr(layers, "probe", lambda _device: ready)
-    monkeypatch.setattr(layers, "check_kernel", lambda *_args, **_more: KernelResult("passed", "", {}, ready))
+    monkeypatch.setattr(layers, "check_kernel", lambda *_args, **_more: KernelResult("passed", "", {}))
     check = Check(out, root, Level.KERNEL)
     assert check.workload() == done(check)
     assert check.workload()[1] == Check(out, root, Level.STORAGE).workload()[1] + 6
