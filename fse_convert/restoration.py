@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -85,15 +85,26 @@ class Restoration:
                     files[INDEX] = self._restore_text(INDEX, candidates, staging)
                 files |= {name: self._restore_other(name, staging) for name in self.others}
                 staged = LocalFolder(staging.folder)
-                expected = {n: source.shards[n].size if n in source.shards else (staging.folder / n).stat().st_size for n in files}
-                staging.publish(lambda: check_staged(staged, expected))
+                sizes = {n: self._source_size(n, staged) for n in files}  # from here on, none may change
+                staging.publish(lambda: self._check_undisturbed(staged, sizes))
         return Restored(
             files=files,
-            bytes=sum(expected.values()),
+            bytes=sum(sizes.values()),
             tensors=len(self.checkpoint.tensors),
             unpadded=len(self.manifest.padded.keys() & self.checkpoint.tensors.keys()),
             digests=self.manifest.tensors is not None,
         )
+
+    def _source_size(self, name: str, staged: LocalFolder) -> int:
+        """Return the bytes that a file of the original has: of config and index only what was written tells."""
+        if name in self.manifest.source.shards:
+            return self.manifest.source.shards[name].size
+        return self.folder.files[name] if name in self.others else staged.files.get(name, -1)
+
+    def _check_undisturbed(self, staged: LocalFolder, sizes: Mapping[str, int]) -> None:
+        """Refuse to publish when the output that is read changed, or what is staged. Raises EnvironmentFailure, OSError."""
+        self.folder.check_all()
+        check_staged(staged, sizes)
 
     def _check_complete(self) -> None:
         """Refuse an output that lacks a file of the original, or of which no digest says what its links must lead to."""

@@ -16,6 +16,7 @@ from fse_convert.errors import FseConvertError
 from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Options
 from fse_convert.progress import Event, Observer
+from fse_convert.restoration import Restoration
 from fse_convert.servers.targets import find_target
 from fse_convert.verification.findings import Level
 
@@ -189,3 +190,29 @@ def test_a_staging_folder_with_nothing_but_an_output_is_known(
     arguments = ("restore", tmp_path / "converted") if command == "restore" else (made(),)
     assert run(*arguments, tmp_path / "o")[0] == 0
     assert not (tmp_path / ".o.fse-partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "touch", "code"),
+    [
+        pytest.param("staged", remove, "staging-lost", id="a restored shard is removed"),
+        pytest.param("staged", append, "staging-lost", id="a restored shard grows"),
+        pytest.param("staged", add, "staging-lost", id="a file is added"),
+        pytest.param("out", append, "source-changed", id="the output that is restored from grows"),
+        pytest.param("out", add, "source-changed", id="a file is added to the output that is restored from"),
+    ],
+)
+def test_a_restoration_that_is_disturbed_publishes_nothing(
+    place: str, touch: Callable[[Path], None], code: str, tiny: Path, tmp_path: Path
+) -> None:
+    out, original = tmp_path / "out", tmp_path / "original"
+    Conversion(request(tiny, out, Level.NONE)).run(lambda _event: None)
+    events: list[Event] = []
+    Restoration(out, original, Link.AUTO).run(events.append)
+    shutil.rmtree(original)
+    folder = out if place == "out" else tmp_path / ".original.fse-partial" / "output"
+    with pytest.raises(FseConvertError) as disturbed:
+        Restoration(out, original, Link.AUTO).run(at(len(events), lambda: touch(next(folder.glob("model-*.safetensors")))))
+    assert disturbed.value.problems[0].code == code
+    assert disturbed.value.exit_code == 4
+    assert not original.exists()
