@@ -24,16 +24,24 @@ COLUMNS = 100
 """Where there is no terminal."""
 LEAST = 60
 """Columns below which nothing is made narrower."""
-CELLS = {Outcome.FUSED: "█", Outcome.UNFUSED: "░", Outcome.REFUSED: "x", Outcome.ERROR: "!", Outcome.UNKNOWN: "?"}
-ASCII_CELLS = {**CELLS, Outcome.FUSED: "#", Outcome.UNFUSED: "-"}
+CELLS = {
+    Outcome.FUSED: "█",
+    Outcome.UNFUSED: "░",
+    Outcome.UNSAFE: "▲",
+    Outcome.REFUSED: "x",
+    Outcome.ERROR: "!",
+    Outcome.UNKNOWN: "?",
+}
+ASCII_CELLS = {**CELLS, Outcome.FUSED: "#", Outcome.UNFUSED: "-", Outcome.UNSAFE: "^"}
 COLORS = {
     Outcome.FUSED: "green",
     Outcome.UNFUSED: "yellow",
+    Outcome.UNSAFE: "bold red",
     Outcome.REFUSED: "red",
     Outcome.ERROR: "red",
     Outcome.UNKNOWN: "magenta",
 }
-WORST = (Outcome.ERROR, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNFUSED, Outcome.FUSED)
+WORST = (Outcome.UNSAFE, Outcome.ERROR, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNFUSED, Outcome.FUSED)
 ANSWER = 18
 """Columns kept for an outcome and the numbers of its reasons."""
 LAYERS = 8

@@ -20,6 +20,7 @@ UNSUPPORTED_MODEL = frozenset({"model-unsupported", "aiter-family-unsupported"})
 WORDS = {
     Outcome.FUSED: "fused",
     Outcome.UNFUSED: "not fused",
+    Outcome.UNSAFE: "unsafe",
     Outcome.REFUSED: "refused",
     Outcome.ERROR: "error",
     Outcome.UNKNOWN: "unknown",
