@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from fse_convert.model.description import Description
+from fse_convert.model.families import FAMILIES
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
 from fse_convert.servers.aiter.vllm_config import NEWEST
@@ -20,7 +21,7 @@ from fse_convert.servers.native import target_verdict
 from fse_convert.servers.scales import UNREAD, Scales, f32_scales, with_scales
 from fse_convert.servers.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
 from fse_convert.servers.targets import TARGETS, Target
-from fse_convert.servers.verdict import Outcome, Reason, Verdict, because, whole
+from fse_convert.servers.verdict import Outcome, Reason, Verdict, because, not_understood, whole
 
 
 class Question(str, Enum):
@@ -99,12 +100,23 @@ def judge(checkpoint: Subject) -> tuple[Answer, ...]:
 
 
 def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
+    if not checkpoint.description.layers:
+        question = {Target: Question.NATIVE, AiterTarget: Question.AITER, SlotTarget: Question.SLOTS}[type(target)]
+        return _put_together(target, question, (), _without_layers(checkpoint.description))
     if isinstance(target, Target):
         return _native(checkpoint, target)
     if isinstance(target, AiterTarget):
         return _aiter(checkpoint, target)
     verdicts = slot_verdicts(checkpoint.description, checkpoint.quantization, target)
     return _put_together(target, Question.SLOTS, verdicts, whole(verdicts), slot_notes(checkpoint.description, target, verdicts))
+
+
+def _without_layers(description: Description) -> Verdict:
+    """Tell a model without experts from one whose experts are not understood."""
+    if description.family is None:
+        hint = f"known families: {', '.join(f.name for f in FAMILIES)}"
+        return because(Outcome.UNKNOWN, "family-unknown", f"model type {description.model_type!r} is not known", hint)
+    return not_understood(description.outside) if description.outside else whole(())
 
 
 def _put_together(
