@@ -79,6 +79,12 @@ class EnvironmentFailure(FseConvertError):
     exit_code = ExitCode.ENVIRONMENT
 
 
+class ServerRefuses(FseConvertError):
+    """The server that was named would not run what the conversion would write."""
+
+    exit_code = ExitCode.NO
+
+
 class VerificationFailure(FseConvertError):
     """The output is not what the source demands; nothing was published."""
 

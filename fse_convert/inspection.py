@@ -56,11 +56,11 @@ class Inspection:
         return tuple(a for a in self.answers if a.name in wanted and not a.safe)
 
     def exit_code(self, required: Iterable[str]) -> ExitCode:
-        """Return 3 for a broken checkpoint, 1 when a required target does not fuse, else 0."""
+        """Return 3 for a broken checkpoint; with required targets 1 unless all fuse it and all of it is understood; else 0."""
         if self.problems:
             return ExitCode.INVALID
         names = list(required)
-        return ExitCode.NO if names and (self.failing(names) or self.contradictions) else ExitCode.OK
+        return ExitCode.NO if names and (self.failing(names) or self.unsupported or self.contradictions) else ExitCode.OK
 
     @property
     def contradictions(self) -> tuple[Problem, ...]:

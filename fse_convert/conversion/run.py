@@ -19,11 +19,12 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
-from fse_convert.errors import EnvironmentFailure, Problem, UsageError, environment
+from fse_convert.errors import EnvironmentFailure, Problem, ServerRefuses, UsageError, environment
 from fse_convert.output.copying import Link, carry
 from fse_convert.output.jobs import Job, Part, run_jobs
 from fse_convert.output.staging import MARGIN, Staging, check_output, check_space, check_staged, device, free_space, stage
 from fse_convert.plan.manifest import arguments_record, draft_manifest
+from fse_convert.plan.notes import refusal
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import open_source
@@ -80,7 +81,8 @@ class ConversionResult:
 class Conversion:
     """A conversion that can run: its output place is free, its source is opened, and its plan is made.
 
-    Raises UsageError for an output that cannot be, InvalidCheckpoint, NotConvertible, EnvironmentFailure.
+    Raises UsageError for an output that cannot be, InvalidCheckpoint, NotConvertible, EnvironmentFailure, and ServerRefuses unless
+    unfused layers may pass.
     """
 
     def __init__(self, request: Request) -> None:
@@ -91,6 +93,9 @@ class Conversion:
             self.folder = LocalFolder(request.source)
             source = open_source(self.folder)
         self.plan = make_plan(source, request.options)
+        refused = None if request.options.allow_unfused else refusal(self.plan)
+        if refused:
+            raise ServerRefuses(refused)
         self._log_plan()
 
     def _log_plan(self) -> None:

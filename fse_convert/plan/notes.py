@@ -19,7 +19,7 @@ EXAMPLE_EP = 8
 
 def notes(plan: Plan, *, size: Callable[[float], str], linked: bool = False) -> list[Problem]:
     """Collect them. ``size``: how bytes are written. ``linked``: whether hard links spare the copy of untouched shards already."""
-    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size, linked=linked), _refused(plan))
+    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size, linked=linked), refusal(plan))
     found = [n for n in own if n]
     return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *_stale(plan)]
 
@@ -93,14 +93,16 @@ def _nothing_to_pad(plan: Plan, size: Callable[[float], str], *, linked: bool) -
     return Problem("nothing-to-pad", message + ("" if linked else f"; --link hard avoids copying {size(copied)}"))
 
 
-def _refused(plan: Plan) -> Problem | None:
-    """Note that the server that was converted for would not run the output, or not on this path."""
+def refusal(plan: Plan) -> Problem | None:
+    """Say why the server that was converted for would not run the output on this path; None where it would."""
     decision = plan.decision
     target = plan.options.target
-    if target.is_contract or decision.server.outcome is not Outcome.REFUSED:
+    if target.is_contract or decision.server.outcome in (Outcome.FUSED, Outcome.UNFUSED):
         return None
     reasons = "; ".join(r.message for r in decision.server.reasons)
-    return Problem("server-refuses", f"{target.title} refuses to run MegaMoE on the output's standard layout: {reasons}")
+    message = f"{target.title} refuses to run MegaMoE on the output's standard layout: {reasons}"
+    hint = f"--allow-unfused converts anyway; fse-convert inspect {plan.source.checkpoint.folder.label} says which servers fuse it"
+    return Problem("server-refuses", message, hint=hint)
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:
