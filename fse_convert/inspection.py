@@ -17,12 +17,11 @@ from fse_convert.model.describe import kernel_tensors
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.costs import Costs, Serving, costs
-from fse_convert.plan.plan import Options
-from fse_convert.plan.planner import needed_width, planner
+from fse_convert.plan.planner import planner
 from fse_convert.plan.source import Source, describe_source, read_scales
+from fse_convert.plan.widths import contract_widths
 from fse_convert.servers.judge import Answer, Subject, judge
 from fse_convert.servers.scales import UNREAD, Scales
-from fse_convert.servers.targets import CONTRACTS, find_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +114,6 @@ def open_folder(address: str) -> Folder:
 
         return HubFolder(address)
     return LocalFolder(Path(address))
-
-
-def contract_widths(description: Description, tp: int) -> dict[str, int]:
-    """Return the width of one expert that each kernel contract needs of this checkpoint; empty where experts have no one width."""
-    if len(description.widths) != 1:
-        return {}
-    targets = ((name, find_target(name)) for name in CONTRACTS)
-    return {name: needed_width(description, Options(t, tp=tp), description.widths[0]) for name, t in targets if t}
 
 
 def _layer_problems(reading: PartialCheckpoint, description: Description) -> tuple[Problem, ...]:

@@ -8,7 +8,7 @@ from fse_convert.errors import Problem
 from fse_convert.plan.advice import releases
 from fse_convert.plan.costs import Serving, padding
 from fse_convert.plan.plan import Experts, Options, Plan
-from fse_convert.plan.planner import needed_width
+from fse_convert.plan.widths import needed_width
 from fse_convert.servers.native import target_verdict
 from fse_convert.servers.targets import MEGAMOE_128, TARGETS, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import lcm, prod
+from math import prod
 from typing import Any
 
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.names import SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem
-from fse_convert.layout.sizes import ceil_div, round_up
+from fse_convert.layout.sizes import ceil_div
 from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.describe import kernel_tensors
 from fse_convert.model.description import Description, LayerDescription
@@ -34,9 +34,10 @@ from fse_convert.plan.plan import (
     matrix,
 )
 from fse_convert.plan.source import Source
+from fse_convert.plan.widths import needed_width, stored_widths
 from fse_convert.servers.native import LaunchWidths, kernel_verdict, target_verdict
 from fse_convert.servers.scales import INEXACT, Scales, with_scales
-from fse_convert.servers.targets import Contract, Target, width_multiple
+from fse_convert.servers.targets import Contract, Target
 from fse_convert.servers.verdict import Reason, Verdict
 from fse_convert.sidecar.manifest import ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, shard_metadata
@@ -64,7 +65,7 @@ def decide(source: Source, options: Options) -> Decision:
     """Decide whether a conversion can run as asked, and at which width; raises as `make_plan` does."""
     checkpoint, description, scales = source.checkpoint, source.description, source.scales
     _check_understood(checkpoint, description)
-    source_width, n_shared = _widths(description)
+    source_width, n_shared = stored_widths(description)
     width = needed_width(description, options, source_width)
     main = width if options.experts is Experts.ALL else source_width
     kernel_widths, main_widths = LaunchWidths(width, n_shared * width), LaunchWidths(main, n_shared * main)
@@ -105,24 +106,6 @@ def tripwire(checkpoint: Checkpoint) -> OutputTensor:
     return OutputTensor(name=name, dtype=checkpoint.tensors[name].dtype, shape=(0,), start=0, end=0, change=Tripwire())
 
 
-def needed_width(description: Description, options: Options, source_width: int) -> int:
-    """Return the smallest width that contract, server, scale blocks and tensor-parallel size accept, at least the source's."""
-    granularity, multiple = 1, options.contract.width_multiple
-    for layer in description.layers:
-        if layer.routed:
-            multiple = lcm(multiple, width_multiple(options.target, layer.routed.formats[Role.GATE].kind))
-        for group in (layer.routed, layer.shared):
-            if group:
-                granularity = lcm(granularity, *(_width_block(r, f) for r, f in group.formats.items()))
-    return round_up(source_width, lcm(multiple, granularity * options.tp))
-
-
-def _width_block(role: Role, f: Format) -> int:
-    if f.block is None:
-        return 1
-    return f.block[1] if role is Role.DOWN else f.block[0]
-
-
 def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
     problems = [*description.problems, *(c for c in description.conflicts if c.code in LOAD_CONFLICTS)]
     kernel = kernel_tensors(checkpoint.tensors)
@@ -141,21 +124,6 @@ def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
         )
     if problems:
         raise InvalidCheckpoint(*problems)
-
-
-def _widths(description: Description) -> tuple[int, int]:
-    """Return the width of one expert, and how many of them the shared MLP is wide; both must be the same in every layer."""
-    widths = description.widths
-    if len(widths) != 1:
-        found = ", ".join(map(str, widths)) or "none"
-        raise InvalidCheckpoint(Problem("widths-differ", f"routed experts of different layers differ in width: {found}"))
-    ratios = {d.shared.width / widths[0] for d in description.layers if d.shared}
-    if len(ratios) != 1 or not (ratio := ratios.pop()).is_integer() or ratio < 1:
-        shared = sorted({d.shared.width for d in description.layers if d.shared})
-        stored = ", ".join(map(str, shared))
-        message = f"shared width {stored} is not a multiple of the routed width {widths[0]}, or differs between layers"
-        raise NotConvertible(Problem("width-ratio", message, hint="the kernel runs n shared experts of the routed width"))
-    return widths[0], int(ratio)
 
 
 def _standard_verdict(
