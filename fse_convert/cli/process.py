@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -97,10 +98,10 @@ def _run(args: list[str]) -> int:
         )
         return _fail(EnvironmentFailure(problem), log, as_json=False)
     except Exception as e:
-        if os.environ.get(DEBUG):
-            raise
         hint = f"please report it with what {DEBUG}=1 shows; the source was not changed"
-        return _fail(Bug(Problem("bug", f"{type(e).__name__}: {e}", hint=hint)), log, as_json=as_json)
+        bug = Bug(Problem("bug", f"{type(e).__name__}: {e}", hint=hint))
+        bug.__cause__ = e
+        return _fail(bug, log, as_json=as_json)
     return code if isinstance(code, int) else int(ExitCode.OK)
 
 
@@ -116,7 +117,7 @@ def _fail(error: FseConvertError, log: Log, *, as_json: bool, code: int | None =
 
     code = int(error.exit_code) if code is None else code
     if os.environ.get(DEBUG):
-        raise error
+        traceback.print_exception(error)
     if as_json:
         from fse_convert.report.records import Failure, dump
 
