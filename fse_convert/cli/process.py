@@ -97,7 +97,7 @@ def _run(args: list[str]) -> int:
             "output-lost", f"the result could not be printed: {e.strerror or e}", "stdout", "what was written to disk is there"
         )
         return _fail(EnvironmentFailure(problem), log, as_json=False)
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - the last resort: a bug is told, not thrown
         hint = f"please report it with what {DEBUG}=1 shows; the source was not changed"
         bug = Bug(Problem("bug", f"{type(e).__name__}: {e}", hint=hint))
         bug.__cause__ = e
