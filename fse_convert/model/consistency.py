@@ -84,12 +84,12 @@ def _expert_dtype_conflicts(quantization: Quantization, layers: Sequence[LayerDe
 
 def _block_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
     """Compare ``weight_block_size`` with the FP8 blocks that the scales show."""
-    block = quantization.fp8_block
+    block = quantization.block
     if block is None:
         return
     fp8 = (f for d in layers for g in d.groups for f in g.formats.values() if f.kind.facts.expert_dtype == "fp8")
     for label in sorted({f.label for f in fp8 if f.block not in (block, MXFP8_BLOCK)}):
-        message = f"weight_block_size is {list(block)}, experts are stored as {label}"
+        message = f"{quantization.block_key} is {list(block)}, experts are stored as {label}"
         yield Problem("config-block", message, "config.json", "servers believe the config and would not load these scales")
 
 
