@@ -46,9 +46,9 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description
     if family is None:
         return Description(None, model_type, seen=seen_experts(checkpoint.tensors.values()))
     grouping = group_layers(family, checkpoint.tensors, family.number(config, "num_hidden_layers"))
-    reader = _Reader(quantization.fp8_block, gated=family.gated)
+    reader = _Reader(quantization.block_hint, gated=family.gated)
     layers = tuple(reader.describe(layer) for layer in grouping.layers)
-    n_shared = family.fixed_shared or family.number(config, family.n_shared_key) or 1
+    n_shared = family.shared_count(config) if any(d.shared for d in grouping.layers) else 0
     return Description(
         family=family,
         model_type=model_type,

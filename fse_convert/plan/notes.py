@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from fse_convert.errors import Problem
 from fse_convert.plan.advice import releases
 from fse_convert.plan.costs import Serving, padding
+from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.widths import needed_width
 from fse_convert.servers.native import target_verdict
@@ -21,7 +22,7 @@ def notes(plan: Plan, *, size: Callable[[float], str], linked: bool = False) -> 
     """Collect them. ``size``: how bytes are written. ``linked``: whether hard links spare the copy of untouched shards already."""
     own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size, linked=linked), refusal(plan))
     found = [n for n in own if n]
-    return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *_stale(plan)]
+    return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *config_notes(plan), *_stale(plan)]
 
 
 def padding_cost(plan: Plan, size: Callable[[float], str]) -> str:

@@ -17,6 +17,7 @@ from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.families import FAMILIES
 from fse_convert.model.formats import Format, StorageKind, Tile
 from fse_convert.model.moe import LayerKind, Role
+from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import (
     Change,
     Computed,
@@ -80,8 +81,7 @@ def decide(source: Source, options: Options) -> Decision:
     _check_verdicts(verdicts, options, scales)
     edits: tuple[ConfigEdit, ...] = ()
     if main != source_width:
-        edits = _config_edits(checkpoint.config, description, source_width, width, n_shared)
-        _check_edits(checkpoint.config, description, edits)
+        edits = config_edits(checkpoint, description, LaunchWidths(source_width, n_shared * source_width), main_widths)
     return Decision(
         n_shared=n_shared, source_width=source_width, main_width=main, width=width, verdicts=verdicts, config_edits=edits
     )
@@ -112,7 +112,7 @@ def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
     if kernel:
         problems.append(Problem("already-converted", "tensors in the kernel layout", kernel[0], "convert the original checkpoint"))
     if description.family is None:
-        hint = f"known families: {', '.join(f.name for f in FAMILIES)}"
+        hint = f"known families: {', '.join(dict.fromkeys(f.name for f in FAMILIES))}"
         problems.append(Problem("family-unknown", f"model type {description.model_type!r} is not known", "config.json", hint))
     elif not any(d.shared for d in description.layers) and not problems:
         problems.append(
@@ -257,34 +257,3 @@ def _kernel_tensors(experts: Iterable[SharedExpert]) -> Iterator[tuple[str, str,
     for shared in experts:
         for name, (dtype, shape) in kernel_shapes(shared.group.hidden, shared.width).items():
             yield f"{shared.prefix}.{name.value}", dtype, shape, Computed(name, shared)
-
-
-def _config_edits(config: Mapping[str, Any], description: Description, old: int, new: int, n_shared: int) -> tuple[ConfigEdit, ...]:
-    family = description.family
-    if family is None:
-        return ()
-    edits: list[ConfigEdit] = []
-    for section in family.sections:
-        place = config.get(section) if section else config
-        if not isinstance(place, Mapping):
-            continue
-        if place.get(family.width_key) == old:
-            edits.append(ConfigEdit(section=section, key=family.width_key, old=old, new=new))
-        if family.shared_width_key and place.get(family.shared_width_key) == n_shared * old:
-            edits.append(ConfigEdit(section=section, key=family.shared_width_key, old=n_shared * old, new=n_shared * new))
-    return tuple(edits)
-
-
-def _check_edits(config: Mapping[str, Any], description: Description, edits: Iterable[ConfigEdit]) -> None:
-    """Refuse to pad where config.json does not say the width in one number that can be edited.
-
-    Ernie-4.5-VL and Hunyuan write a list, one width per modality or layer; a key left to its default is in no file.
-    """
-    family = description.family
-    edited = {edit.key for edit in edits}
-    for key in (family.width_key, family.shared_width_key) if family else ():
-        if family and key and key not in edited:
-            stated = family.value(config, key)
-            what = f"there is no {key}" if stated is None else f"{key} is {stated!r}"
-            message = f"{what}: padding needs one number to edit, or the output would not load"
-            raise NotConvertible(Problem("config-key", message, "config.json", "write the width there as one integer"))
