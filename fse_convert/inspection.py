@@ -13,7 +13,6 @@ from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, read_checkpoint
 from fse_convert.errors import ExitCode, Problem, folded
 from fse_convert.model.consistency import LOAD_CONFLICTS
-from fse_convert.model.describe import kernel_tensors
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.costs import Costs, Serving, costs
@@ -125,14 +124,9 @@ def _layer_problems(reading: PartialCheckpoint, description: Description) -> tup
         for p in d.problems
         if not (p.code.endswith("-missing") and (reading.absent is None or d.layer.name in shards))
     ]
-    found += description.outside
     if reading.absent == ():
         found += description.gaps
-    kernel = kernel_tensors(reading.checkpoint.tensors)
-    if kernel:
-        hint = "convert the original checkpoint"
-        found.append(Problem("already-converted", "tensors in the kernel layout among the shards", kernel[0], hint))
-    return tuple(found)
+    return (*found, *description.outside)
 
 
 def _dots(name: str) -> Iterator[int]:

@@ -20,7 +20,8 @@ from fse_convert.model.moe import LayerKind, MoELayer, Role
 from fse_convert.model.quantization import FP8_METHODS, Quantization
 
 LOAD_CONFLICTS = frozenset({
-    "config-width", "config-block", "config-hidden", "config-experts", "config-expert-dtype", "quantization-method",
+    "config-width", "config-layers", "config-block", "config-hidden", "config-experts", "config-expert-dtype",
+    "quantization-method",
 })  # fmt: skip
 """Codes of conflicts by which a server that believes the config would not load the tensors."""
 OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "eetq", "gguf")

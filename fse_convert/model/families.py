@@ -105,13 +105,12 @@ class Family:
     """One way of naming a MoE model's experts and of writing their sizes into config.json.
 
     ``layers`` and ``mtp`` are regular expressions for what stands before a layer's number, ``block`` for the MoE block
-    behind it. With ``mtp`` None, MTP layers are numbered on from ``num_hidden_layers`` (DeepSeek-V3). ``beside``: the
+    behind it. With ``mtp`` None, MTP layers are numbered on from the decoder layers (DeepSeek-V3). ``beside``: the
     shared expert stands beside the block, not inside it. ``widths``: the keys that state how wide experts are.
     ``n_routed_keys``, ``n_shared_keys``: the names of either number; ``per_modality``: as a list it has a part per modality.
     ``fixed_shared`` is the number of shared experts of families that have no key for it. ``gated``: a gate of its own
-    scales the shared expert's output. ``stacked``: the names under which the block itself holds all routed experts in one
-    3-D tensor. ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``: routed experts of MTP
-    layers, where they have a key of their own.
+    scales the shared expert's output. ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``:
+    routed experts of MTP layers, where they have a key of their own.
     """
 
     name: str
@@ -131,7 +130,6 @@ class Family:
     mtp_key: str | None = "num_nextn_predict_layers"
     fixed_shared: int | None = None
     gated: bool = False
-    stacked: frozenset[str] = frozenset()
     sparse: Sparse | None = DENSE_PREFIX
     mtp_routed_key: str | None = None
 
@@ -387,7 +385,6 @@ FAMILIES: tuple[Family, ...] = (
         n_shared_keys=(),
         fixed_shared=1,
         sparse=None,
-        stacked=frozenset({"gate_proj", "up_proj", "down_proj"}),
     ),
 )
 

@@ -9,12 +9,9 @@ from typing import Any
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.names import SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem
-from fse_convert.layout.sizes import ceil_div
+from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem, folded
 from fse_convert.model.consistency import LOAD_CONFLICTS
-from fse_convert.model.describe import kernel_tensors
 from fse_convert.model.description import Description, LayerDescription
-from fse_convert.model.families import FAMILIES
 from fse_convert.model.formats import Format, StorageKind, Tile
 from fse_convert.model.moe import LayerKind, Role
 from fse_convert.plan.edits import config_edits
@@ -108,22 +105,13 @@ def tripwire(checkpoint: Checkpoint) -> OutputTensor:
 
 def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
     problems = [*description.problems, *(c for c in description.conflicts if c.code in LOAD_CONFLICTS)]
-    kernel = kernel_tensors(checkpoint.tensors)
-    if kernel:
-        problems.append(Problem("already-converted", "tensors in the kernel layout", kernel[0], "convert the original checkpoint"))
-    if description.family is None:
-        hint = f"known families: {', '.join(dict.fromkeys(f.name for f in FAMILIES))}"
-        problems.append(Problem("family-unknown", f"model type {description.model_type!r} is not known", "config.json", hint))
-    elif not any(d.shared for d in description.layers) and not problems:
-        problems.append(
-            Problem(
-                "no-shared-experts",
-                f"no shared experts under the names of {description.family.name}",
-                checkpoint.folder.label,
-            )
-        )
+    if description.family is None and description.unknown:
+        problems.append(description.unknown)
+    elif description.family and not any(d.shared for d in description.layers) and not problems:
+        message = f"no shared experts under the names of {description.family.name}"
+        problems.append(Problem("no-shared-experts", message, checkpoint.folder.label))
     if problems:
-        raise InvalidCheckpoint(*problems)
+        raise InvalidCheckpoint(*folded(problems))
 
 
 def _standard_verdict(
@@ -193,7 +181,7 @@ def _pad(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int)
     if tile is None:
         return None
     n, k = (f.shape[0], width) if role is Role.DOWN else (width, f.shape[1])
-    shape = (ceil_div(n, tile.rows), ceil_div(k, tile.cols) if tile.cols else 1)[: len(info.shape)]
+    shape = tile.stored(n, k, len(info.shape))
     if shape == info.shape:
         return None
     rows, row_bytes = matrix(info)

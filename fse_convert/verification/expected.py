@@ -164,12 +164,12 @@ def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
 
 def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) -> tuple[int, ...]:
     rows, columns = -(-logical[0] // cell[0]), -(-logical[1] // cell[1]) if cell[1] else 1
-    return (rows, columns)[:dimensions]
+    return (rows, 1, columns, 1) if dimensions == 4 else (rows, columns)[:dimensions]
 
 
 def _padded(info: TensorInfo, shape: tuple[int, ...], fill: bytes) -> Padded:
     def row_bytes(s: tuple[int, ...]) -> int:
-        return (s[1] if len(s) > 1 else 1) * len(fill)
+        return prod(s[1:]) * len(fill)
 
     return Padded(info, shape, info.shape[0], row_bytes(info.shape), shape[0], row_bytes(shape), fill)
 
