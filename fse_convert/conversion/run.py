@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,9 +19,9 @@ from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
 from fse_convert.errors import EnvironmentFailure, Problem, UsageError, environment
-from fse_convert.output.copying import Link, carry
+from fse_convert.output.copying import Link, carry, way
 from fse_convert.output.jobs import Job, Part, run_jobs
-from fse_convert.output.staging import MARGIN, Staging, check_output, check_space, check_staged, device, free_space, stage
+from fse_convert.output.staging import MARGIN, Staging, check_output, check_space, check_staged, existing_home, free_space, stage
 from fse_convert.plan.manifest import arguments_record, draft_manifest
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
@@ -109,17 +108,23 @@ class Conversion:
         )
 
     @cached_property
+    def way(self) -> str:
+        """How untouched shards will reach the output. Raises OSError."""
+        shard = next((n for n in self.folder.files if n.endswith(SUFFIX)), CONFIG)
+        return way(self.folder.path(shard), existing_home(self.request.out), self.request.link)
+
+    @cached_property
     def link(self) -> Link:
-        """How untouched shards can reach the output: a hard link does not lead to another file system. Raises OSError."""
-        if self.request.link is not Link.HARD or _device_of(self.folder) == device(self.request.out):
+        """How untouched shards can reach the output: a hard link does not lead to another mount. Raises OSError."""
+        if self.request.link is not Link.HARD or self.way.startswith("hard link"):
             return self.request.link
-        logger.info("hard links cannot reach another file system: untouched shards are copied")
+        logger.info("hard links cannot reach another file system or mount: untouched shards are copied")
         return Link.AUTO
 
     @cached_property
     def all_jobs(self) -> list[Job]:
         """The files with tensors of the whole output."""
-        return shard_jobs(self.plan, self.link)
+        return shard_jobs(self.plan, self.link, self.way)
 
     @property
     def jobs(self) -> list[Job]:
@@ -146,9 +151,9 @@ class Conversion:
         request = self.request
         with environment(request.out):
             part = {job.name for job in self.jobs} if request.part else None
-            whole = estimate(self.plan, request.verify, request.workers, linked=self.link is Link.HARD, part=part)
-            free = free_space(request.out) - MARGIN
-            return replace(whole, free=free, disk=max(0, whole.disk - Staging(request.out).held(part)))
+            whole = estimate(self.plan, request.verify, request.workers, way=self.way, part=part)
+            held = Staging(request.out).held([f.name for f in whole.files if f.written])
+            return replace(whole, free=free_space(request.out) - MARGIN, disk=max(0, whole.disk - held))
 
     def workload(self) -> tuple[int, int]:
         """Return the bytes that `run` writes and reads back, and how often a file or a layer is finished: for progress."""
@@ -220,7 +225,7 @@ class Conversion:
     def _write_beside(self, staging: Staging, result: ConversionResult) -> None:
         """Write what holds no tensors, after the weights: config, indexes, and every other file of the source."""
         for name in self.plan.source.checkpoint.others:
-            carry(self.folder.path(name), staging.path(name), Link.AUTO)
+            carry(self.folder.path(name), staging.path(name), Link.AUTO if self.link is Link.HARD else self.link)
             self.folder.check(name)
             result.add(name, "copied beside", self.folder.files[name])
         for name, text in self.texts.items():
@@ -285,12 +290,6 @@ def write_part(order: bytes, part: Part) -> dict[str, str]:
 def _ordered(order: bytes) -> Conversion:
     """Plan once per process: it writes many parts of one conversion."""
     return Conversion(pickle.loads(order))  # noqa: S301 - Ray itself pickled it on the way here
-
-
-def _device_of(folder: LocalFolder) -> int:
-    """Return the number of the file system that the shards lie on, links followed."""
-    shard = next((n for n in folder.files if n.endswith(SUFFIX)), CONFIG)
-    return os.stat(folder.path(shard)).st_dev
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
+from fse_convert.output.mounts import mount_of
+
 logger = logging.getLogger(__name__)
 FICLONE = 0x40049409
 """Linux ioctl that makes one file share another's blocks, on file systems that can (btrfs, xfs)."""
@@ -36,13 +38,31 @@ class Link(str, Enum):
     HARD = "hard"
 
 
-def copy_range(src: int, dst: int, offset: int, length: int, progress: Callable[[int], None] | None = None) -> None:
+SHARED = frozenset({"hard link", "clone"})
+"""Ways in which a file reaches the output that take no room."""
+
+
+def way(source: Path, folder: Path, link: Link) -> str:
+    """Say how `carry` will bring a file into a folder: ``hard link``, ``clone``, ``copy``, or ``hard link or copy``.
+
+    The last on an overlay, which copies a file of a lower layer before it links it. Cloning is tried, on a file without a
+    name. Raises OSError.
+    """
+    here = mount_of(folder)
+    if link is Link.HARD and mount_of(source) == here:
+        return "hard link or copy" if here.kind == "overlay" else "hard link"
+    return "clone" if link is not Link.COPY and _clones(source, folder) else "copy"
+
+
+def copy_range(
+    src: int, dst: int, offset: int, length: int, progress: Callable[[int], None] | None = None, *, share: bool = True
+) -> None:
     """Append ``length`` bytes at ``offset`` of descriptor ``src`` to the current position of ``dst``.
 
-    Raises OSError, and EOFError when the source ends early.
+    ``share``: the file system may let both files share the blocks. Raises OSError, and EOFError when the source ends early.
     """
     done = 0
-    copy: Callable[[int, int, int, int], int] = _in_kernel
+    copy: Callable[[int, int, int, int], int] = _in_kernel if share else _through_buffer
     while done < length:
         try:
             n = copy(src, dst, offset + done, min(STEP, length - done))
@@ -81,7 +101,7 @@ def carry(source: Path, target: Path, link: Link, progress: Callable[[int], None
         try:
             cloned = link is Link.AUTO and _clone(src, dst)
             if not cloned:
-                copy_range(src, dst, 0, os.fstat(src).st_size, writing_back(dst, progress))
+                copy_range(src, dst, 0, os.fstat(src).st_size, writing_back(dst, progress), share=link is not Link.COPY)
             os.fsync(dst)
             return "clone" if cloned else "copy"
         finally:
@@ -151,6 +171,20 @@ def _through_buffer(src: int, dst: int, offset: int, length: int) -> int:
     data = os.pread(src, min(BUFFER, length), offset)
     write_all(dst, data)
     return len(data)
+
+
+def _clones(source: Path, folder: Path) -> bool:
+    """Return whether files of a folder can share a file's blocks; False where a file without a name cannot be made to try it."""
+    fds: list[int] = []
+    try:
+        fds.append(os.open(source, os.O_RDONLY | os.O_CLOEXEC))
+        fds.append(os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC))
+        return _clone(*fds)
+    except OSError:
+        return False
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def _clone(src: int, dst: int) -> bool:

@@ -46,14 +46,13 @@ class Staging:
         """Return whether some run, or a part of one, has a journal here."""
         return any(self.root.glob(f"{JOURNAL}*"))
 
-    def held(self, names: Collection[str] | None = None) -> int:
-        """Return the bytes that files of unfinished runs already take, all of them or those ``names``; hard links take none."""
+    def held(self, names: Collection[str]) -> int:
+        """Return the bytes that those of the files ``names`` already take that earlier runs wrote; hard links take none."""
         total = 0
-        for path in (Path(folder, name) for folder, _, inside in os.walk(self.folder) for name in inside):
-            if names is None or str(path.relative_to(self.folder)) in names:
-                with suppress(FileNotFoundError):  # another run may be publishing it
-                    info = os.lstat(path)
-                    total += info.st_size if info.st_nlink == 1 else 0
+        for name in names:
+            with suppress(FileNotFoundError):  # another run may be publishing it
+                info = os.lstat(self.folder / name)
+                total += info.st_size if info.st_nlink == 1 else 0
         return total
 
     def path(self, name: str) -> Path:
@@ -252,7 +251,7 @@ def check_replaceable(out: Path) -> None:
 
 def free_space(out: Path) -> int:
     """Return the bytes that are free where ``out`` will be."""
-    return shutil.disk_usage(_existing(out.parent)).free
+    return shutil.disk_usage(existing_home(out)).free
 
 
 def check_space(out: Path, needed: int) -> None:
@@ -261,16 +260,12 @@ def check_space(out: Path, needed: int) -> None:
     if free < needed + MARGIN:
         message = f"needs {needed:,} bytes and a margin of {MARGIN:,}, {free:,} are free"
         hint = "free some space, or write to another disk"
-        raise EnvironmentFailure(Problem("no-space", message, str(_existing(out.parent)), hint))
+        raise EnvironmentFailure(Problem("no-space", message, str(existing_home(out)), hint))
 
 
-def device(out: Path) -> int:
-    """Return the number of the file system on which ``out`` will be."""
-    return os.stat(_existing(out.parent)).st_dev
-
-
-def _existing(folder: Path) -> Path:
-    return next(f for f in (folder, *folder.absolute().parents) if f.exists())
+def existing_home(out: Path) -> Path:
+    """Return the folder that is there already in which ``out``, or a folder around it, will be made."""
+    return next(f for f in (out.parent, *out.parent.absolute().parents) if f.exists())
 
 
 def _exists(out: Path, *, replaceable: bool = True) -> UsageError:
