@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
-from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, some
+from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, naming, some
 
 SKIPPED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 """Bookkeeping of version control and of the hub client: tied to the folder it lies in, so never part of a checkpoint."""
@@ -147,7 +147,7 @@ class LocalFolder:
         if length is None and self.files[name] > LARGEST_WHOLE:
             message = f"{self.files[name]:,} bytes; JSON of a checkpoint has at most {LARGEST_WHOLE:,}"
             raise InvalidCheckpoint(Problem("json-too-large", message, name, "download it again"))
-        with self.path(name).open("rb") as f:
+        with naming(self.path(name)), self.path(name).open("rb") as f:
             f.seek(offset)
             return f.read(-1 if length is None else length)
 

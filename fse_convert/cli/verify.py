@@ -14,8 +14,10 @@ from fse_convert.verification.findings import Level, Sample
 
 
 @cli.command()
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option("--source", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="The checkpoint that OUT was made from.")
+@click.argument("out", type=click.Path(path_type=Path, readable=False))
+@click.option(
+    "--source", type=click.Path(path_type=Path, readable=False), metavar="CHECKPOINT", help="The checkpoint that OUT was made from."
+)
 @click.option(
     "--level", type=click.Choice([level.value for level in Level if level is not Level.NONE]),
     help="Verification level; each includes those before it.  [default: numerics; storage without --source]",

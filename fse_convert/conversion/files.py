@@ -34,10 +34,11 @@ def shard_jobs(plan: Plan, link: Link, way: str) -> list[Job]:
 
 def _write(shard: OutputShard, plan: Plan) -> Job:
     def write(path: Path, advance: Advance) -> str:
-        from fse_convert.conversion.writer import open_reader, write_shard
+        with one_torch_thread():
+            from fse_convert.conversion.writer import open_reader, write_shard
 
-        with one_torch_thread(), open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
-            write_shard(shard, reader, path, advance)
+            with open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
+                write_shard(shard, reader, path, advance)
         return "rewritten" if shard.source else "kernel layout"
 
     return Job(name=shard.name, size=shard.size, room=shard.size, write=write)

@@ -21,7 +21,17 @@ from fse_convert.conversion.files import json_texts, shard_jobs
 from fse_convert.errors import EnvironmentFailure, Problem, UsageError, environment
 from fse_convert.output.copying import Link, carry, way
 from fse_convert.output.jobs import Job, Part, run_jobs
-from fse_convert.output.staging import MARGIN, Staging, check_output, check_space, check_staged, existing_home, free_space, stage
+from fse_convert.output.staging import (
+    MARGIN,
+    Staging,
+    check_output,
+    check_space,
+    check_staged,
+    existing_home,
+    free_space,
+    reading,
+    stage,
+)
 from fse_convert.plan.manifest import arguments_record, draft_manifest
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
@@ -176,10 +186,11 @@ class Conversion:
         with environment(request.out):
             check_space(request.out, self.estimate().disk)
             fresh = self._write_on_ray(observe) if request.ray is not None else ()
-            draft = None if request.part else draft_manifest(self.plan, self.texts)
-            with _resumable(request.out), self._staged(restart=request.restart and request.ray is None) as staging:
+            place = self._staged(restart=request.restart and request.ray is None)
+            with _resumable(request.out), place as staging, reading(self.folder):
                 result = self._write(staging, observe, fresh)
-                if draft:
+                if not request.part:
+                    draft = draft_manifest(self.plan, self.texts)
                     staged = LocalFolder(staging.folder)
                     logger.info("%d files are staged", len(staged.files))  # from here on, none may change
                     result.proof = self._prove(draft, staged, observe)
@@ -233,18 +244,13 @@ class Conversion:
             result.add(name, "written", len(text))
 
     def _prove(self, draft: Manifest, staged: LocalFolder, observe: Observer) -> Proof | None:
-        """Prove what is staged against the source.
-
-        Raises VerificationFailure, and EnvironmentFailure where the proof failed because the source is not what it was.
-        """
+        """Prove what is staged against the source. Raises VerificationFailure."""
         from fse_convert.verification.proof import ProofOptions, prove, refuse_failed
 
         if self.request.verify is Level.NONE:
             return None
         options = ProofOptions(level=self.request.verify, device="cpu", workers=self.request.workers, fail_fast=True)
         proof = prove(self.plan, staged, draft, options, observe)
-        if proof.failed:
-            self.folder.check_all()
         refuse_failed(proof)
         logger.info("proved up to %s", self.request.verify.value)
         return proof

@@ -7,10 +7,12 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
+from fse_convert.errors import naming
 from fse_convert.output.mounts import mount_of
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,8 @@ def copy_range(
 ) -> None:
     """Append ``length`` bytes at ``offset`` of descriptor ``src`` to the current position of ``dst``.
 
-    ``share``: the file system may let both files share the blocks. Raises OSError, and EOFError when the source ends early.
+    ``share``: the file system may let both files share the blocks. Raises OSError, which names the one of the two files that
+    it is about, and EOFError when the source ends early.
     """
     done = 0
     copy: Callable[[int, int, int, int], int] = _in_kernel if share else _through_buffer
@@ -67,8 +70,9 @@ def copy_range(
         try:
             n = copy(src, dst, offset + done, min(STEP, length - done))
         except OSError as e:
-            if copy is _through_buffer or e.errno not in NOT_HERE:
+            if copy is _through_buffer:
                 raise
+            # That the kernel cannot, or that one of the files fails: reading and writing show which.
             logger.debug("no copy within the kernel (%s): through a buffer", e.strerror)
             copy = _through_buffer
             continue
@@ -97,17 +101,25 @@ def carry(source: Path, target: Path, link: Link, progress: Callable[[int], None
             return "hard link"
     src = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        dst = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
+        with new_file(target) as dst:
             cloned = link is Link.AUTO and _clone(src, dst)
             if not cloned:
                 copy_range(src, dst, 0, os.fstat(src).st_size, writing_back(dst, progress), share=link is not Link.COPY)
-            os.fsync(dst)
             return "clone" if cloned else "copy"
-        finally:
-            os.close(dst)
     finally:
         os.close(src)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """Make a file that is not there yet, and hand over a descriptor to write to; it is on disk afterwards. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        with naming(path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def exchange(a: Path, b: Path) -> bool:
@@ -126,8 +138,9 @@ def exchange(a: Path, b: Path) -> bool:
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     """Write all of ``data``, whatever the kernel takes at once."""
     view = memoryview(data).cast("B")
-    while view:
-        view = view[os.write(fd, view) :]
+    with naming(fd):
+        while view:
+            view = view[os.write(fd, view) :]
 
 
 def writing_back(fd: int, progress: Callable[[int], None] | None) -> Callable[[int], None]:
@@ -154,7 +167,8 @@ def writing_back(fd: int, progress: Callable[[int], None] | None) -> Callable[[i
 def read_into(fd: int, buffer: memoryview, offset: int) -> None:
     """Fill ``buffer`` from ``offset``; raises EOFError when the file ends early."""
     while buffer:
-        n = os.preadv(fd, [buffer], offset)
+        with naming(fd):
+            n = os.preadv(fd, [buffer], offset)
         if n == 0:
             raise EOFError(f"the file ends {len(buffer)} bytes early")
         buffer, offset = buffer[n:], offset + n
@@ -168,7 +182,8 @@ def _in_kernel(src: int, dst: int, offset: int, length: int) -> int:
 
 
 def _through_buffer(src: int, dst: int, offset: int, length: int) -> int:
-    data = os.pread(src, min(BUFFER, length), offset)
+    with naming(src):
+        data = os.pread(src, min(BUFFER, length), offset)
     write_all(dst, data)
     return len(data)
 
@@ -190,8 +205,6 @@ def _clones(source: Path, folder: Path) -> bool:
 def _clone(src: int, dst: int) -> bool:
     try:
         fcntl.ioctl(dst, FICLONE, src)
-    except OSError as e:
-        if e.errno not in NOT_HERE:
-            raise
+    except OSError:  # that it cannot be, or that a file fails, which copying then shows
         return False
     return True

@@ -92,9 +92,9 @@ def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, observe: Obser
     """Write every file that is not `finished`; return how each came to be. The first failure stops all workers and is raised."""
     run = _Run(staging, observe, fresh)
     pool = ThreadPoolExecutor(workers)
-    futures: set[Future[tuple[str, str]]] = {pool.submit(run.job, job) for job in jobs}
     how: dict[str, str] = {}
     try:
+        futures: set[Future[tuple[str, str]]] = {pool.submit(run.job, job) for job in jobs}
         while futures:
             done, futures = wait(futures, POLL, FIRST_COMPLETED)
             how.update(f.result() for f in done)

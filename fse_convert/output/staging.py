@@ -21,7 +21,7 @@ from typing import Any
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, some
-from fse_convert.output.copying import exchange, write_all
+from fse_convert.output.copying import exchange, new_file, write_all
 from fse_convert.output.journal import JOURNAL, Journal, differences, read_journal
 from fse_convert.output.lock import LOCK, OUTPUT, Hold, locked, staging_lost, sync_folder
 
@@ -67,12 +67,8 @@ class Staging:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file durably."""
-        fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
+        with new_file(self.path(name)) as fd:
             write_all(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def keep_only(self, names: Collection[str]) -> None:
         """Remove whatever lies in the output's folder and is none of these files: what a dead run or somebody else left there."""
@@ -164,12 +160,28 @@ def stage(
             yield staging
         except Exception as e:
             staging.hold.check()  # what went wrong may only be the consequence of this
+            if isinstance(e, EOFError | FileNotFoundError):  # and the source, which `reading` looked at, is there
+                raise staging_lost(f"a file of unfinished work was cut or removed during the run: {e}", staging.folder) from e
             kept = fingerprint is not None and (
                 not isinstance(e, FseConvertError) or isinstance(e, EnvironmentFailure | UsageError)
             )
             if not (part or kept):
                 _remove(staging.root)
             raise
+
+
+@contextmanager
+def reading(folder: LocalFolder) -> Iterator[None]:
+    """Say of whatever fails that the folder which is read changed, if it did. Raises EnvironmentFailure, OSError."""
+    try:
+        yield
+    except FseConvertError as e:
+        if not isinstance(e, EnvironmentFailure):
+            folder.check_all()
+        raise
+    except Exception:
+        folder.check_all()
+        raise
 
 
 def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart: bool, part: str) -> None:

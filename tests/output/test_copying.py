@@ -43,15 +43,31 @@ def test_copy_range_falls_back_when_the_kernel_cannot(
     assert sum(seen) == 5000
 
 
-def test_errors_that_are_failures_are_raised(files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    src, dst, _ = files
+@pytest.mark.parametrize(("call", "which"), [("pread", "src"), ("write", "dst")])
+def test_an_error_names_the_file_that_it_is_about(
+    call: str, which: str, files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copying within the kernel does not tell which of the two failed."""
+    src, dst, path = files
 
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "full")
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(os, "copy_file_range", full)
-    with pytest.raises(OSError, match="full"):
+    monkeypatch.setattr(os, "copy_file_range", fail)
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="broken") as e:
         copy_range(src, dst, 0, 10)
+    assert e.value.filename == str(path.with_name(which))
+
+
+def test_a_read_that_fails_names_its_file(files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match="broken") as e:
+        read_into(files[0], memoryview(bytearray(4)), 0)
+    assert e.value.filename == str(files[2].with_name("src"))
 
 
 def test_a_source_that_ends_early_is_seen(files: tuple[int, int, Path]) -> None:
