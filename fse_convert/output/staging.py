@@ -23,7 +23,8 @@ from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, some
 from fse_convert.output.copying import exchange, new_file, write_all
 from fse_convert.output.journal import JOURNAL, Journal, differences, read_journal
-from fse_convert.output.lock import LOCK, OUTPUT, Hold, locked, staging_lost, sync_folder
+from fse_convert.output.lock import LOCK, OUTPUT, Hold, is_held, locked, staging_lost, sync_folder
+from fse_convert.output.mounts import mount_of
 
 logger = logging.getLogger(__name__)
 MARGIN = 64 << 20
@@ -256,7 +257,7 @@ def check_replaceable(out: Path) -> None:
         raise UsageError(
             Problem("output-foreign", "--overwrite replaces only an output of fse-convert or an empty folder", str(out), hint)
         )
-    if os.stat(out).st_dev != os.stat(out.parent).st_dev:
+    if mount_of(out) != mount_of(out.parent):  # a Btrfs subvolume is of the same mount, and of another device
         message = "a file system is mounted here: it cannot be replaced by a rename"
         raise UsageError(Problem("output-mounted", message, str(out), "give a folder inside of it"))
 
@@ -282,7 +283,17 @@ def existing_home(out: Path) -> Path:
 
 def _exists(out: Path, *, replaceable: bool = True) -> UsageError:
     hint = "choose another folder" + (", or --overwrite to replace an earlier output" if replaceable else "")
-    return UsageError(Problem("output-exists", "the output exists already", str(out), hint))
+    return UsageError(Problem("output-exists", "the output exists already", str(out), hint), *left_behind(out))
+
+
+def left_behind(out: Path) -> tuple[Problem, ...]:
+    """Say what a run that was cut off left in the staging folder of an output that exists; nothing while a run holds it."""
+    root = Staging(out).root
+    if not root.is_dir() or is_held(root):
+        return ()
+    sizes = [info.st_size for folder, _, names in os.walk(root) for n in names if (info := os.lstat(Path(folder, n))).st_nlink == 1]
+    hint = "remove it, unless a conversion with --overwrite is to go on from there"
+    return (Problem("left-behind", f"a run that was cut off left {sum(sizes):,} bytes", str(root), hint),)
 
 
 def _remove(root: Path) -> None:

@@ -37,9 +37,9 @@ class Disks:
         self.folder = folder
         self.mounted: list[Path] = []
 
-    def mount(self, *arguments: object) -> Path:
+    def mount(self, *arguments: object, at: Path | None = None) -> Path:
         """Mount something on a new folder."""
-        target = self.folder / f"mount{len(self.mounted)}"
+        target = at or self.folder / f"mount{len(self.mounted)}"
         target.mkdir()
         call("mount", *arguments, target)
         self.mounted.append(target)

@@ -128,3 +128,13 @@ def test_hard_links_do_not_cross_mounts(source: str, made: Make, run: Run, disks
     needs = json.loads(run(folder, disk / "out", *CARRIED, "--link", "hard", "--dry-run", "--json")[1])["needs"]
     ways = json.loads(run(folder, disk / "out", *CARRIED, "--link", "hard", "--json")[1])["bytes"]
     assert ("hard link" in ways) == (source == "out's own") == (needs["disk"] < ways.get("copy", LARGE))
+
+
+def test_a_mount_point_is_not_replaced_though_it_is_of_the_same_file_system(made: Make, run: Run, disks: Disks) -> None:
+    disk, source = disk_with("ext4", made(**KNOBS), disks)
+    (disk / "elsewhere").mkdir()
+    out = disks.mount("--bind", disk / "elsewhere", at=disk / "out")
+    code, _, err = run(source, out, "--overwrite")
+    assert code == 2
+    assert "error[output-mounted]" in err
+    assert list(out.iterdir()) == []
