@@ -47,6 +47,11 @@ class Stamp(NamedTuple):
     mtime_ns: int
     inode: int
 
+    @classmethod
+    def of(cls, info: os.stat_result) -> Stamp:
+        """Return the stamp of a file that was looked at."""
+        return cls(size=info.st_size, mtime_ns=info.st_mtime_ns, inode=info.st_ino)
+
 
 class LocalFolder:
     """A folder on this machine; files may be symlinks, as in a hub cache's snapshot."""
@@ -83,7 +88,7 @@ class LocalFolder:
                     odd.append(name)
                     continue
                 if stat.S_ISREG(info.st_mode):
-                    files[name] = Stamp(info.st_size, info.st_mtime_ns, info.st_ino)
+                    files[name] = Stamp.of(info)
                 else:
                     odd.append(name)
         return dict(sorted(files.items())), sorted(odd)
@@ -104,7 +109,7 @@ class LocalFolder:
         ``info``: of an open descriptor; without it the path is looked at. Raises EnvironmentFailure, OSError.
         """
         now = info or os.stat(self.path(name))
-        if (now.st_size, now.st_mtime_ns, now.st_ino) != self.stamps[name]:
+        if Stamp.of(now) != self.stamps[name]:
             message = "this file changed while the checkpoint was being read"
             raise EnvironmentFailure(
                 Problem("source-changed", message, name, "wait until nothing writes to the source, then start again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import fse_convert
-from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
@@ -192,11 +192,13 @@ class Conversion:
                 if not request.part:
                     draft = draft_manifest(self.plan, self.texts)
                     staged = LocalFolder(staging.folder)
+                    check_staged(staged, staged.files, self._sizes())
                     logger.info("%d files are staged", len(staged.files))  # from here on, none may change
                     result.proof = self._prove(draft, staged, observe)
                     size = self._write_manifest(draft, result.proof, staging)
                     result.add(MANIFEST, "written", size)
-                    staging.publish(lambda: self._check_undisturbed(staged))
+                    stamps = {**staged.stamps, MANIFEST: staging.stamp(MANIFEST)}
+                    staging.publish(lambda: self._check_undisturbed(staging, stamps))
         return result
 
     def _staged(self, *, restart: bool) -> AbstractContextManager[Staging]:
@@ -255,15 +257,16 @@ class Conversion:
         logger.info("proved up to %s", self.request.verify.value)
         return proof
 
-    def _check_undisturbed(self, staged: LocalFolder) -> None:
-        """Refuse to publish anything but what was planned and proved: the files as staged then, at their planned sizes.
-
-        The source must still be what was read. Raises EnvironmentFailure, OSError.
-        """
-        self.folder.check_all()
+    def _sizes(self) -> dict[str, int]:
+        """Return the bytes of every file of the output, but for the manifest."""
         sizes = {job.name: job.size for job in self.jobs} | {n: len(text) for n, text in self.texts.items()}
-        sizes |= {name: self.folder.files[name] for name in self.plan.source.checkpoint.others}
-        check_staged(staged, sizes, besides={MANIFEST})
+        return sizes | {name: self.folder.files[name] for name in self.plan.source.checkpoint.others}
+
+    def _check_undisturbed(self, staging: Staging, stamps: Mapping[str, Stamp]) -> None:
+        """Refuse to publish anything but what was staged when it was proved. Raises EnvironmentFailure, OSError."""
+        self.folder.check_all()
+        staged = LocalFolder(staging.folder)
+        check_staged(staged, staged.stamps, stamps)
 
     def _write_manifest(self, draft: Manifest, proof: Proof | None, staging: Staging) -> int:
         """Write the manifest with what the proof found; return its size in bytes."""

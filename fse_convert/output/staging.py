@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
-from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, some
 from fse_convert.output.copying import exchange, new_file, write_all
@@ -65,6 +65,10 @@ class Staging:
             shutil.rmtree(path)
         path.unlink(missing_ok=True)
         return path
+
+    def stamp(self, name: str) -> Stamp:
+        """Return what a staged file looks like now."""
+        return Stamp.of(os.stat(self.folder / name))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file durably."""
@@ -238,13 +242,12 @@ def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool 
     check_replaceable(out)
 
 
-def check_staged(staged: LocalFolder, sizes: Mapping[str, int], *, besides: Collection[str] = ()) -> None:
-    """Refuse unfinished work that is not what it was when ``staged`` was looked at, or not of these files and ``sizes`` in bytes.
+def check_staged(staged: LocalFolder, found: Mapping[str, Stamp | int], expected: Mapping[str, Stamp | int]) -> None:
+    """Refuse unfinished work whose files, by what was ``found`` of each, are not those that are ``expected``.
 
-    ``besides``: files that were written since. Raises EnvironmentFailure `staging-lost`, OSError.
+    Raises EnvironmentFailure `staging-lost`, OSError.
     """
-    wrong = set(staged.changed()).difference(besides)
-    wrong |= {name for name in {*staged.files, *sizes} if staged.files.get(name) != sizes.get(name)}
+    wrong = {name for name in {*found, *expected} if found.get(name) != expected.get(name)}
     wrong |= {*staged.odd, *staged.hidden}
     if wrong:
         raise staging_lost(f"files of unfinished work changed, came or went during the run: {some(sorted(wrong))}", staged.root)
