@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
-from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, some
+from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, naming, some
 
 SKIPPED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 """Bookkeeping of version control and of the hub client: tied to the folder it lies in, so never part of a checkpoint."""
@@ -47,6 +47,11 @@ class Stamp(NamedTuple):
     mtime_ns: int
     inode: int
 
+    @classmethod
+    def of(cls, info: os.stat_result) -> Stamp:
+        """Return the stamp of a file that was looked at."""
+        return cls(size=info.st_size, mtime_ns=info.st_mtime_ns, inode=info.st_ino)
+
 
 class LocalFolder:
     """A folder on this machine; files may be symlinks, as in a hub cache's snapshot."""
@@ -83,7 +88,7 @@ class LocalFolder:
                     odd.append(name)
                     continue
                 if stat.S_ISREG(info.st_mode):
-                    files[name] = Stamp(info.st_size, info.st_mtime_ns, info.st_ino)
+                    files[name] = Stamp.of(info)
                 else:
                     odd.append(name)
         return dict(sorted(files.items())), sorted(odd)
@@ -104,7 +109,7 @@ class LocalFolder:
         ``info``: of an open descriptor; without it the path is looked at. Raises EnvironmentFailure, OSError.
         """
         now = info or os.stat(self.path(name))
-        if (now.st_size, now.st_mtime_ns, now.st_ino) != self.stamps[name]:
+        if Stamp.of(now) != self.stamps[name]:
             message = "this file changed while the checkpoint was being read"
             raise EnvironmentFailure(
                 Problem("source-changed", message, name, "wait until nothing writes to the source, then start again")
@@ -147,7 +152,7 @@ class LocalFolder:
         if length is None and self.files[name] > LARGEST_WHOLE:
             message = f"{self.files[name]:,} bytes; JSON of a checkpoint has at most {LARGEST_WHOLE:,}"
             raise InvalidCheckpoint(Problem("json-too-large", message, name, "download it again"))
-        with self.path(name).open("rb") as f:
+        with naming(self.path(name)), self.path(name).open("rb") as f:
             f.seek(offset)
             return f.read(-1 if length is None else length)
 

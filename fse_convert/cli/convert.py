@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=click.Path(path_type=Path, readable=False))
+@click.argument("out", type=click.Path(path_type=Path, readable=False))
 @click.option(
     "--target", default="megamoe-512", show_default=True, metavar="NAME", shell_complete=complete_target,
     help="Kernel contract or server release to convert for; see `fse-convert targets`.",

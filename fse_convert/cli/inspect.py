@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("checkpoint", type=click.Path())
+@click.argument("checkpoint", type=click.Path(readable=False))
 @click.option("--target", multiple=True, metavar="NAME", shell_complete=complete_target, help="Judge this target only; repeatable.")
 @click.option(
     "--require", multiple=True, metavar="NAME", shell_complete=complete_target,

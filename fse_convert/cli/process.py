@@ -10,13 +10,14 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError
+from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError, limits
 from fse_convert.report.log import Log
 
 DEBUG = "FSE_CONVERT_DEBUG"
@@ -76,7 +77,9 @@ def _run(args: list[str]) -> int:
     log = Log(as_json="--log-json" in args)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and this tool needs no numpy
     try:
-        code = cli.main(args or ["--help"], standalone_mode=False, prog_name="fse-convert")
+        _check_working_folder()
+        with limits():
+            code = cli.main(args or ["--help"], standalone_mode=False, prog_name="fse-convert")
         sys.stdout.flush()
     except FseConvertError as e:
         return _fail(e, log, as_json=as_json)
@@ -103,6 +106,15 @@ def _run(args: list[str]) -> int:
         bug.__cause__ = e
         return _fail(bug, log, as_json=as_json)
     return code if isinstance(code, int) else int(ExitCode.OK)
+
+
+def _check_working_folder() -> None:
+    """Refuse to run in a folder that is gone: torch would end the process with words and a code of its own."""
+    try:
+        Path.cwd()
+    except OSError as e:
+        message = f"the folder that this was started in cannot be found: {e.strerror}"
+        raise EnvironmentFailure(Problem("no-working-folder", message, hint="change to a folder that is there")) from e
 
 
 def _silence(stream: TextIO) -> None:

@@ -14,8 +14,10 @@ from fse_convert.verification.findings import Level, Sample
 
 
 @cli.command()
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option("--source", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="The checkpoint that OUT was made from.")
+@click.argument("out", type=click.Path(path_type=Path, readable=False))
+@click.option(
+    "--source", type=click.Path(path_type=Path, readable=False), metavar="CHECKPOINT", help="The checkpoint that OUT was made from."
+)
 @click.option(
     "--level", type=click.Choice([level.value for level in Level if level is not Level.NONE]),
     help="Verification level; each includes those before it.  [default: numerics; storage without --source]",
@@ -38,6 +40,7 @@ def verify(
     A level that was asked for and has nothing to run on has not passed: exit code 1. Without --source, OUT is only
     compared with the digests in its own manifest, which anyone who edits OUT can compute again.
     """
+    from fse_convert.output.staging import left_behind
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import dump, verify_record
@@ -51,6 +54,8 @@ def verify(
     check = Check(out=out, source=source, level=Level(level) if level else None, sample=part, device=device)
     with progress(*check.workload(), log) as observe:
         proof = prove_again(check, observe)
+    for left in left_behind(out):
+        log.line("note", f"note[{left.code}]: {left}", code=left.code, message=left.message, where=left.where)
     if as_json:
         click.echo(dump(verify_record(proof)))
     else:
