@@ -184,7 +184,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _check_locale(name: str) -> None:
-    """Refuse a UTF-8 name that this locale reads as another: the index would not find it, and the output would name it otherwise."""
+    """Refuse a UTF-8 name that this locale reads as another: the index and the output spell it in UTF-8."""
     with suppress(UnicodeDecodeError):
         utf8 = os.fsencode(name).decode("utf-8")
         if utf8 != name:

@@ -60,15 +60,12 @@ RANKS = Kind("slices for the ranks of one server", "servers that read the index 
 CONSOLIDATED = Kind("copies of the weights in Mistral's own form", "servers that read the index ignore them")
 INDEXES = Kind("indexes under other names", f"servers read {INDEX}")
 
+FORMATS = "bin|pth|pt|ckpt|gguf|ggml|h5|msgpack|ot|onnx|onnx_data|pdparams|npz|tflite|engine"
 BESIDE: tuple[tuple[Kind, str], ...] = (
     (ADAPTERS, r"adapter_(config\.json|model.*\.(safetensors|bin|pt)(\.index\.json)?)"),
     (TRAINING, r"(.*/)?(checkpoint-\d+|global_step_?\d+)/.*"),
     (ORIGINALS, r"original/.*\.(safetensors|index\.json)"),
-    (
-        OTHER_FORMATS,
-        r"(.*/)?(?!tokenizer|vocab|merges|spiece|sentencepiece|spk_dict)[^/]*"
-        r"\.(bin|pth|pt|ckpt|gguf|ggml|h5|msgpack|ot|onnx|onnx_data|pdparams|npz|tflite|engine)(\.index\.json)?",
-    ),
+    (OTHER_FORMATS, rf"(.*/)?(?!tokenizer|vocab|merges|spiece|sentencepiece|spk_dict)[^/]*\.({FORMATS})(\.index\.json)?"),
     (RANKS, r"(.*/)?(model\d+-mp\d+|model-rank-\d+-part-\d+|rank\d+)\.safetensors"),
     (CONSOLIDATED, r"consolidated[^/]*\.safetensors(\.index\.json)?"),
     (INDEXES, r"[^/]*safetensors[^/]*\.index[^/]*\.json"),

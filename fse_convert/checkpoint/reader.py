@@ -65,9 +65,9 @@ class Checkpoint:
 class PartialCheckpoint:
     """What was found in a folder, complete or not, and everything that is wrong with it.
 
-    ``unread``: files that should be there and could not be read, JSON files and shards, whose content is missing from
-    ``checkpoint``; ``absent``: the tensors of such shards by the index, None where there is no index to tell. ``converted``: whether fse-convert wrote
-    this folder.
+    ``unread``: files that should be there and could not be read, JSON files and shards, whose content ``checkpoint`` lacks;
+    ``absent``: the tensors of such shards by the index, None where there is no index to tell. ``converted``: whether fse-convert
+    wrote this folder.
     """
 
     checkpoint: Checkpoint
@@ -343,21 +343,24 @@ class _CheckpointReader:
 
 def parse_object(raw: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON file that holds one object. Raises InvalidCheckpoint, which says what the file is instead."""
-    hint = "download it again"
-    try:
-        if raw.startswith(LFS_POINTER):
-            raise InvalidCheckpoint(
-                Problem("lfs-pointer", "this is a Git LFS pointer, not the file", name, "fetch the real file: git lfs pull")
-            )
-        mark = next((encoding for encoding, start in MARKS.items() if raw.startswith(start)), None)
-        if mark:
-            hint = "save it as UTF-8 without a byte order mark"
-            raise ValueError(f"it begins with the byte order mark of {mark}, which servers refuse")
-        value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise InvalidCheckpoint(Problem("json-invalid", f"not valid JSON: {e}", name, hint)) from e
+    message = hint = ""
+    value = None
+    mark = next((encoding for encoding, start in MARKS.items() if raw.startswith(start)), None)
+    if raw.startswith(LFS_POINTER):
+        raise InvalidCheckpoint(
+            Problem("lfs-pointer", "this is a Git LFS pointer, not the file", name, "fetch the real file: git lfs pull")
+        )
+    if mark:
+        message, hint = f"it begins with the byte order mark of {mark}, which servers refuse", "save it as UTF-8 without that mark"
+    else:
+        try:
+            value = json.loads(raw.decode("utf-8"))
+        except (ValueError, RecursionError) as e:
+            message = f"not valid JSON: {e}"
+        else:
+            message = f"a JSON {type(value).__name__}, expected an object"
     if not isinstance(value, dict):
-        raise InvalidCheckpoint(Problem("json-invalid", f"a JSON {type(value).__name__}, expected an object", name, hint))
+        raise InvalidCheckpoint(Problem("json-invalid", message, name, hint or "download it again"))
     return value
 
 
