@@ -92,11 +92,13 @@ def verify(
     level: Level | None = None,
     sample: int | None = None,
     device: str = "auto",
+    strict: bool = False,
     observe: Observer = ignore,
 ) -> Proof:
     """Prove an output again, against its source or, without one, against the digests in its own manifest.
 
     ``level``: as far as there is something to run on by default. ``sample``: look at so many tensors, chosen at random.
+    ``strict``: also fail for a model card, a licence or a picture that was added or edited since.
     Raises InvalidCheckpoint when ``out`` is not an output or the source is broken, EnvironmentFailure. A mismatch is not
     raised: see `Proof.failed` and `Proof.exit_code`.
     """
@@ -106,13 +108,18 @@ def verify(
         level=level,
         sample=None if sample is None else Sample(sample),
         device=device,
+        strict=strict,
     )
     return verify_output(check, observe)
 
 
-def restore(out: StrPath, original: StrPath, *, link: Link = Link.AUTO, observe: Observer = ignore) -> Restored:
+def restore(
+    out: StrPath, original: StrPath, *, link: Link = Link.AUTO, strict: bool = False, observe: Observer = ignore
+) -> Restored:
     """Give the source of an output back, bit for bit, without needing it.
+
+    A model card, a licence or a picture that was added or edited since the conversion comes as it is now, unless ``strict``.
 
     Raises InvalidCheckpoint when ``out`` is not an output, VerificationFailure when it is damaged, UsageError, EnvironmentFailure.
     """
-    return Restoration(Path(out), Path(original), link).run(observe)
+    return Restoration(Path(out), Path(original), link, strict=strict).run(observe)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
+from fse_convert.checkpoint.names import CONFIG, QUANT_CONFIG
 from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, read_checkpoint
 from fse_convert.errors import ExitCode, Problem, folded
 from fse_convert.model.consistency import LOAD_CONFLICTS
@@ -81,7 +82,8 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     plans = (lambda _: None) if reading.problems else planner(source)
     widths = contract_widths(description, serving.tp)
     problems = _layer_problems(reading, description)
-    conflicts = (*description.conflicts, *source.quantization.conflicts)
+    unread = not {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread)
+    conflicts = () if unread else (*description.conflicts, *source.quantization.conflicts)
     return Inspection(
         checkpoint,
         about,
@@ -116,7 +118,9 @@ def open_folder(address: str) -> Folder:
 
 
 def _layer_problems(reading: PartialCheckpoint, description: Description) -> tuple[Problem, ...]:
-    """Return the problems of layers, but for what is missing there only because a whole shard is."""
+    """Return the problems of layers, but for what is missing there only because a whole shard or the config is."""
+    if CONFIG in reading.unread:
+        return ()
     shards = {name[:dot] for name in reading.absent or () for dot in _dots(name)}
     found = [
         p

@@ -19,6 +19,7 @@ import xxhash
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo
+from fse_convert.checkpoint.kinds import is_editable
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.reader import Shard, read_checkpoint
 from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment, naming, some
@@ -33,30 +34,38 @@ from fse_convert.sidecar.originals import config_candidates, header_candidates, 
 CHUNK = 8 << 20
 """Bytes that are read at once."""
 UNLIKE = "what is read back is not what was written"
+EDITED = "edited since the conversion"
+"""How a file was restored that is not the original's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was restored: how each file came to be, how many tensors lost padding, and whether there were digests to compare."""
+    """What was restored: how each file came to be, how many tensors lost padding, and whether there were digests to compare.
+
+    ``edited``: files that are not the original's, since they were added, edited or removed once the output was published.
+    """
 
     files: dict[str, str]
     bytes: int
     tensors: int
     unpadded: int
     digests: bool
+    edited: tuple[str, ...] = ()
 
 
 class Restoration:
     """A restoration that can run: the output is opened, and the place of the original is free.
 
+    ``strict``: refuse an output whose model card, licences or pictures were edited, which are restored as they are otherwise.
     Raises InvalidCheckpoint when ``out`` is not an output of this tool, VerificationFailure when it is damaged, UsageError
     when ``original`` exists, EnvironmentFailure.
     """
 
-    def __init__(self, out: Path, original: Path, link: Link) -> None:
+    def __init__(self, out: Path, original: Path, link: Link, *, strict: bool = False) -> None:
         check_output(out, original, overwrite=False, replaceable=False)
-        self.original, self.link = original, link
+        self.original, self.link, self.strict = original, link, strict
         self.staged: dict[str, Stamp] = {}
+        self.edited: set[str] = set()
         self.folder = LocalFolder(out)
         with environment(original):
             self.manifest = read_manifest(self.folder)
@@ -64,7 +73,9 @@ class Restoration:
         if opened.problems:
             raise InvalidCheckpoint(*opened.problems)
         self.checkpoint = opened.checkpoint
-        self.others = [n for n in self.checkpoint.others if not n.startswith(f"{SIDECAR}/")]
+        beside = {*self.checkpoint.others, *(self.manifest.files or ())} & self.folder.files.keys()
+        parts = {CONFIG, INDEX, *self.manifest.source.shards}
+        self.others = sorted(n for n in beside - parts if not n.startswith(f"{SIDECAR}/"))
 
     def workload(self) -> tuple[int, int]:
         """Return the bytes of tensors that are read, and how often a file is finished: for progress."""
@@ -93,6 +104,7 @@ class Restoration:
             tensors=len(self.checkpoint.tensors),
             unpadded=len(self.manifest.padded.keys() & self.checkpoint.tensors.keys()),
             digests=self.manifest.tensors is not None,
+            edited=tuple(sorted(self.edited)),
         )
 
     def _room(self) -> int:
@@ -113,6 +125,8 @@ class Restoration:
         """Refuse an output that lacks a file of the original, or of which no digest says what its links must lead to."""
         expected = {*self.manifest.source.shards, *self.manifest.source.files, *(self.manifest.files or ())}
         missing = sorted(n for n in expected if n not in self.folder.files and not n.startswith(f"{SIDECAR}/"))
+        self.edited.update(n for n in missing if self._may_differ(n))
+        missing = [n for n in missing if not self._may_differ(n)]
         if missing:
             raise _unlike("file-missing", some(missing), "the manifest names files that are not there")
         if self.manifest.tensors is None:  # any file of the machine would be copied
@@ -238,8 +252,14 @@ class Restoration:
         if self.manifest.files is not None:
             listed = self.manifest.files.get(name)
             if listed is None or listed.sha256 != file_sha256(staging.folder / name):
-                raise _unlike("file-damaged", name, "its SHA-256 is not the one in the manifest")
+                if not self._may_differ(name):
+                    raise _unlike("file-damaged", name, "its SHA-256 is not the one in the manifest")
+                self.edited.add(name)
+                return EDITED
         return how
+
+    def _may_differ(self, name: str) -> bool:
+        return not self.strict and is_editable(name)
 
 
 def _tiles(rows: int, row: int) -> Iterator[tuple[int, int, int]]:

@@ -158,7 +158,7 @@ class Conversion:
             "version": fse_convert.__version__,
             "layout": {"name": LAYOUT, "version": LAYOUT_VERSION},
             "arguments": msgspec.to_builtins(arguments_record(self.plan.options)),
-            "source": {name: list(stamp) for name, stamp in self.folder.stamps.items()},
+            "source": {name: list(self.folder.stamps[name]) for name in sorted(self.plan.source.checkpoint.files)},
         }
 
     def estimate(self) -> Estimate:
