@@ -123,7 +123,9 @@ def add_shard(root: Path, *, listed: bool) -> None:
 
 
 def unlist(root: Path) -> None:
-    edit_index(root, lambda i: i.update(weight_map={t: n for t, n in i["weight_map"].items() if n != FIRST}))
+    """Forget the shard of a layer, its experts included."""
+    lost = json.loads((root / INDEX).read_text())["weight_map"][f"{SHARED}.w1.weight"]
+    edit_index(root, lambda i: i.update(weight_map={t: n for t, n in i["weight_map"].items() if n != lost}))
 
 
 def remove_copy(root: Path, original: Path) -> None:
@@ -191,7 +193,7 @@ CHECKPOINTS: dict[str, tuple[str, str, Change, Callable[[Path, Path], object]]] 
         lambda r: [(r / "fse").mkdir(), (r / "fse/x").write_text("")],
         lambda r, _: (r / "fse").rename(r.parent / "away"),
     ),
-    "leftover": ("shard-unlisted", "", lambda r: add_shard(r, listed=False), remove_copy),
+    "leftover": ("shard-unlisted|left-out", "", lambda r: add_shard(r, listed=False), remove_copy),
     "shard not listed": ("shard-unlisted", "", unlist, index_anew),
     "tensors twice": ("tensor-duplicate", "", lambda r: add_shard(r, listed=True), remove_copy),
     "tensor not listed": ("tensor-unlisted", "", lambda r: edit_index(r, lambda i: i["weight_map"].popitem()), index_anew),
@@ -237,7 +239,7 @@ def test_a_hint_about_a_checkpoint(what: str, source: Make, made: Make, run: Run
 
     right = told(original)
     damage(root)
-    assert words in told(root)[code]
+    assert any(words in hint for name, hint in told(root).items() if name in code.split("|"))
     follow(root, original)
     assert told(root).keys() == right.keys()
     assert tensors(root) == tensors(original)
