@@ -71,8 +71,9 @@ def made() -> Iterator[str]:
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             if name == "__init__":  # of a base class that takes a code
                 yield from (a.value for a in node.args if isinstance(a, ast.Constant) and KEBAB.fullmatch(str(a.value)))
-            if name in at:
-                given = [k.value for k in node.keywords if k.arg == "code"] or node.args[at[name] : at[name] + 1]
+            given = [k.value for k in node.keywords if k.arg == "code"]
+            if given or name in at:
+                given = given or node.args[at[name] : at[name] + 1]
                 found = {text for argument in given for text in texts(argument) if WORD.fullmatch(text)}
                 found |= {named[a.id] for a in given if isinstance(a, ast.Name) and a.id in named}
                 variable = variable or any(isinstance(a, ast.Name) and a.id not in named for a in given)
