@@ -28,7 +28,7 @@ from fse_convert.output.digests import file_sha256, file_xxh3_128
 from fse_convert.output.lock import staging_lost
 from fse_convert.output.staging import Staging, check_output, check_space, check_staged, existing_home, reading, stage
 from fse_convert.progress import Event, Observer
-from fse_convert.sidecar.manifest import read_manifest
+from fse_convert.sidecar.manifest import FETCH_AGAIN, read_manifest
 from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
 
 CHUNK = 8 << 20
@@ -292,4 +292,4 @@ def _cut(rows: memoryview, row_bytes: int, keep: int) -> memoryview | bytearray:
 
 
 def _unlike(code: str, where: str, message: str) -> VerificationFailure:
-    return VerificationFailure(Problem(code, message, where, "fetch the output again: fse-convert verify OUT says what is damaged"))
+    return VerificationFailure(Problem(code, message, where, f"{FETCH_AGAIN}; fse-convert verify OUT says what else is damaged"))

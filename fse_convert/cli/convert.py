@@ -110,7 +110,7 @@ def convert(
     )
     job = Conversion(request)
     if not as_json:
-        conversion.print_notes(job.plan, request.link, log)
+        conversion.print_notes(job.plan, log)
     if dry_run:
         estimate = job.estimate()
         if as_json:

@@ -137,4 +137,7 @@ def _fail(error: FseConvertError, log: Log, *, as_json: bool, code: int | None =
     for problem in error.problems:
         text = "\n".join(problem_lines(problem))
         log.line("error", text, code=problem.code, message=problem.message, where=problem.where, hint=problem.hint)
+    if code == ExitCode.INVALID and sys.stderr.isatty() and not log.as_json:
+        codes = " ".join(dict.fromkeys(p.code for p in error.problems))
+        click.secho(f"more: fse-convert explain {codes}", dim=True, err=True)
     return code

@@ -18,9 +18,9 @@ EXAMPLE_EP = 8
 """Expert-parallel size for which costs per rank are shown: DeepSeek-V4.1 on one node of 8 GPUs."""
 
 
-def notes(plan: Plan, *, size: Callable[[float], str], linked: bool = False) -> list[Problem]:
-    """Collect them. ``size``: how bytes are written. ``linked``: whether hard links spare the copy of untouched shards already."""
-    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size, linked=linked), refusal(plan))
+def notes(plan: Plan, *, size: Callable[[float], str]) -> list[Problem]:
+    """Collect them. ``size``: how bytes are written."""
+    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size), refusal(plan))
     found = [n for n in own if n]
     return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *config_notes(plan), *_stale(plan)]
 
@@ -82,7 +82,7 @@ def _beside(plan: Plan) -> Problem | None:
     return Problem("sidecar-only", message)
 
 
-def _nothing_to_pad(plan: Plan, size: Callable[[float], str], *, linked: bool) -> Problem | None:
+def _nothing_to_pad(plan: Plan, size: Callable[[float], str]) -> Problem | None:
     decision = plan.decision
     if plan.padded or decision.width != decision.source_width or not decision.fused_layers:
         return None
@@ -91,7 +91,7 @@ def _nothing_to_pad(plan: Plan, size: Callable[[float], str], *, linked: bool) -
     )
     message = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {whose} as is: only fse/ is new"
     copied = sum(s.source.size for s in plan.shards if s.source)
-    return Problem("nothing-to-pad", message + ("" if linked else f"; --link hard avoids copying {size(copied)}"))
+    return Problem("nothing-to-pad", f"{message}; --link hard copies none of the other {size(copied)}")
 
 
 def refusal(plan: Plan) -> Problem | None:

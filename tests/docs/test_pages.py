@@ -42,6 +42,10 @@ def test_the_page_of_targets_is_the_data(make: ModuleType) -> None:
     assert all(f"`{t.name}`" in page for t in TARGETS)
 
 
+def test_the_page_of_codes_is_the_data(make: ModuleType) -> None:
+    assert (DOCS / "codes.md").read_text(encoding="utf-8") == make.codes_markdown()
+
+
 def test_the_picture_of_inspect_is_a_real_run(make: ModuleType, tmp_path: Path) -> None:
     shown = lines((DOCS / "inspect.svg").read_text(encoding="utf-8"))
     assert "vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as it is." in shown
