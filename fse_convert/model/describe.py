@@ -50,7 +50,7 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description
     depth = family.number(config, "num_hidden_layers")
     grouping = group_layers(family, checkpoint.tensors, depth)
     layers = _Reader(quantization.block_hint, gated=family.gated).describe(grouping.layers)
-    n_shared = (family.shared_count(config) or 1) if any(m.shared for m in grouping.layers) else 0
+    n_shared = family.shared_count(config) if any(m.shared for m in grouping.layers) else 0
     found = (
         *conflicts(family, config, quantization, layers, n_shared),
         *_depth_conflicts(family, config, grouping),
