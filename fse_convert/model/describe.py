@@ -49,9 +49,8 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description
         return Description(None, model_type, conflicts=quantization.conflicts, seen=seen, outside=converted)
     depth = family.number(config, "num_hidden_layers")
     grouping = group_layers(family, checkpoint.tensors, depth)
-    layers = _Reader(quantization.fp8_block, gated=family.gated).describe(grouping.layers)
-    stated = family.fixed_shared or family.number(config, family.n_shared_key) or 1
-    n_shared = stated if any(m.shared for m in grouping.layers) else 0
+    layers = _Reader(quantization.block_hint, gated=family.gated).describe(grouping.layers)
+    n_shared = (family.shared_count(config) or 1) if any(m.shared for m in grouping.layers) else 0
     found = (
         *conflicts(family, config, quantization, layers, n_shared),
         *_depth_conflicts(family, config, grouping),

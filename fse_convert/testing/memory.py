@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from fse_convert.checkpoint.header import BITS, Header, TensorInfo
+from fse_convert.checkpoint.kinds import Kind
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.description import Description
 from fse_convert.plan.advice import Plans
@@ -28,6 +29,7 @@ class NoFolder:
 
     label: str = "memory"
     files: dict[str, int] = field(default_factory=dict)
+    clutter: dict[str, Kind] = field(default_factory=dict)
     odd: list[str] = field(default_factory=list)
     workers: int = 1
 
