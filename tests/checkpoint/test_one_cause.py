@@ -130,7 +130,9 @@ def test_a_locale_that_cannot_spell_a_name_says_so(source: Make, tmp_path: Path)
     root = source("v4-flash", layers=1)
     first = sorted(root.glob("*.safetensors"))[0].name
     (root / first).rename(root / "modèle.safetensors")
-    edit_index(root, lambda i: i.update(weight_map={t: "modèle.safetensors" if n == first else n for t, n in i["weight_map"].items()}))
+    edit_index(
+        root, lambda i: i.update(weight_map={t: "modèle.safetensors" if n == first else n for t, n in i["weight_map"].items()})
+    )
     for settings, code in ((("C", "0"), 4), (("C", "1"), 0), (("C.UTF-8", "0"), 0)):
         env = {**os.environ, "LC_ALL": settings[0], "PYTHONUTF8": settings[1]}
         line = [sys.executable, "-m", "fse_convert", "inspect", str(root)]

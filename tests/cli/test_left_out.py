@@ -43,7 +43,11 @@ KINDS: dict[str, tuple[str, list[str], Callable[[Path], object] | bytes]] = {
     "consolidated": ("Mistral", ["consolidated.safetensors"], shard),
     "rank slices": ("slices", ["model0-mp2.safetensors", "model1-mp2.safetensors"], shard),
     "another index": ("indexes", ["model.fp8.safetensors.index.json"], b'{"weight_map": {}}'),
-    "old weights": ("other formats", ["pytorch_model.bin", "consolidated.00.pth", "x.gguf", "tf_model.h5", "f.msgpack", "m.pt"], b"x"),
+    "old weights": (
+        "other formats",
+        ["pytorch_model.bin", "consolidated.00.pth", "x.gguf", "tf_model.h5", "f.msgpack", "m.pt"],
+        b"x",
+    ),
     "training": ("training", ["checkpoint-500/config.json", "checkpoint-500/model.safetensors"], b"x"),
     "leftover": ("stand in listed ones too", ["model.safetensors"], copy_of_a_shard),
     "variant": ("other forms", ["model.fp16.safetensors"], shard),

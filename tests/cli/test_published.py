@@ -112,8 +112,8 @@ def test_an_output_without_digests(root: Path, output: Make, tmp_path: Path, run
 @pytest.mark.parametrize(
     "change",
     [
-        append("tokenizer_config.json"), append("config.json"), append("inference/config.json"), append("encoding/encoding_dsv4.py"),
-        add("notes.txt"), add("modeling.py"), add("fse/README.md"), add("extra.safetensors"), remove("tokenizer_config.json"),
+        append("tokenizer_config.json"), append("config.json"), append("inference/config.json"),
+        append("encoding/encoding_dsv4.py"), add("notes.txt"), add("modeling.py"), add("fse/README.md"), add("extra.safetensors"), remove("tokenizer_config.json"),
     ],
     ids=["tokenizer", "config", "inference config", "code", "text", "code added", "in fse/", "a shard", "tokenizer removed"],
 )  # fmt: skip
@@ -123,7 +123,9 @@ def test_everything_else_stays_a_mismatch(change: Callable[[Path], None], root: 
     assert run("verify", out, "--source", root, "--level", "storage")[0] == 1
 
 
-@pytest.mark.parametrize("name", ["._config.json", ".DS_Store", "fse/._manifest.json", "fse/._shared-00001-of-00001.safetensors", "x~"])
+@pytest.mark.parametrize(
+    "name", ["._config.json", ".DS_Store", "fse/._manifest.json", "fse/._shared-00001-of-00001.safetensors", "x~"]
+)
 def test_clutter_in_an_output(name: str, root: Path, out: Path, tmp_path: Path, run: Run, digest: Digest) -> None:
     (out / name).write_bytes(b"x")
     for line in (("verify", out), ("verify", out, "--source", root, "--level", "storage")):
