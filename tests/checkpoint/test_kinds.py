@@ -61,8 +61,9 @@ def test_clutter(path: str, part: str) -> None:
     "path",
     [
         ".gitattributes", ".gitignore", "README.md", "LICENSE", "config.json", "hf_quant_config.json", "tokenizer.json",
-        "model-00001-of-00002.safetensors", INDEX, "chat_template.jinja", "modeling_x.py", "tokenizer.model", "inference/config.json",
-        "merges.txt", "fse/manifest.json", "encoding/tests/test_input_1.json", "original.json", "thumbs.json", ".eval_results/x.yaml",
+        "model-00001-of-00002.safetensors", INDEX, "chat_template.jinja", "modeling_x.py", "tokenizer.model",
+        "inference/config.json", "merges.txt", "fse/manifest.json", "encoding/tests/test_input_1.json", "original.json",
+        "thumbs.json", ".eval_results/x.yaml",
     ],
 )  # fmt: skip
 def test_a_checkpoints_own_files_are_neither_clutter_nor_beside_it(path: str) -> None:
