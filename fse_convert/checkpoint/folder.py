@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
 from fse_convert.checkpoint.kinds import Kind, find_clutter
-from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, some
+from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, naming, some
 
 LARGEST_WHOLE = 256 << 20
 """Bytes of a file that is read as a whole: an index of a million tensors has 100 MiB."""
@@ -51,6 +51,11 @@ class Stamp(NamedTuple):
     size: int
     mtime_ns: int
     inode: int
+
+    @classmethod
+    def of(cls, info: os.stat_result) -> Stamp:
+        """Return the stamp of a file that was looked at."""
+        return cls(size=info.st_size, mtime_ns=info.st_mtime_ns, inode=info.st_ino)
 
 
 class LocalFolder:
@@ -91,7 +96,7 @@ class LocalFolder:
                     odd.append(name)
                     continue
                 if stat.S_ISREG(info.st_mode):
-                    files[name] = Stamp(info.st_size, info.st_mtime_ns, info.st_ino)
+                    files[name] = Stamp.of(info)
                 else:
                     odd.append(name)
         return dict(sorted(files.items())), dict(sorted(left.items())), sorted(odd)
@@ -112,7 +117,7 @@ class LocalFolder:
         ``info``: of an open descriptor; without it the path is looked at. Raises EnvironmentFailure, OSError.
         """
         now = info or os.stat(self.path(name))
-        if (now.st_size, now.st_mtime_ns, now.st_ino) != self.stamps[name]:
+        if Stamp.of(now) != self.stamps[name]:
             message = "this file changed while the checkpoint was being read"
             raise EnvironmentFailure(
                 Problem("source-changed", message, name, "wait until nothing writes to the source, then start again")
@@ -162,7 +167,7 @@ class LocalFolder:
         if length is None and self.files[name] > LARGEST_WHOLE:
             message = f"{self.files[name]:,} bytes; JSON of a checkpoint has at most {LARGEST_WHOLE:,}"
             raise InvalidCheckpoint(Problem("json-too-large", message, name, "download it again"))
-        with self.path(name).open("rb") as f:
+        with naming(self.path(name)), self.path(name).open("rb") as f:
             f.seek(offset)
             return f.read(-1 if length is None else length)
 

@@ -290,8 +290,6 @@ class _CheckpointReader:
                 raw += self.folder.read(name, LENGTH_BYTES + len(raw), length - len(raw))
         except InvalidCheckpoint as e:
             return e
-        except OSError as e:
-            return InvalidCheckpoint(Problem("unreadable", f"cannot be read: {e.strerror or e}", name))
         if len(raw) < length:
             message = f"the file ended inside of its header of {length} bytes"
             return InvalidCheckpoint(Problem("shard-truncated", message, name, "download it again"))

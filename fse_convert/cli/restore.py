@@ -13,8 +13,8 @@ from fse_convert.report.log import Log
 
 
 @cli.command()
-@click.argument("out", type=click.Path(path_type=Path))
-@click.argument("original", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path, readable=False))
+@click.argument("original", type=click.Path(path_type=Path, readable=False))
 @link_option("ORIGINAL")
 @click.option("--strict", is_flag=True, help="Refuse a model card, licence or picture that was added or edited since.")
 @log_options

@@ -14,8 +14,10 @@ from fse_convert.verification.findings import Level, Sample
 
 
 @cli.command()
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option("--source", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="The checkpoint that OUT was made from.")
+@click.argument("out", type=click.Path(path_type=Path, readable=False))
+@click.option(
+    "--source", type=click.Path(path_type=Path, readable=False), metavar="CHECKPOINT", help="The checkpoint that OUT was made from."
+)
 @click.option(
     "--level", type=click.Choice([level.value for level in Level if level is not Level.NONE]),
     help="Verification level; each includes those before it.  [default: numerics; storage without --source]",
@@ -50,6 +52,7 @@ def verify(
     people edit once OUT is published, and that no server reads (.gitattributes, README.md, licences, pictures), may
     differ: they are noted.
     """
+    from fse_convert.output.staging import left_behind
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import dump, verify_record
@@ -63,6 +66,8 @@ def verify(
     check = Check(out=out, source=source, level=Level(level) if level else None, sample=part, device=device, strict=strict)
     with progress(*check.workload(), log) as observe:
         proof = prove_again(check, observe)
+    for left in left_behind(out):
+        log.line("note", f"note[{left.code}]: {left}", code=left.code, message=left.message, where=left.where)
     if as_json:
         click.echo(dump(verify_record(proof)))
     else:

@@ -152,8 +152,9 @@ class Check:
         out = LocalFolder(self.out)
         if self.sample:
             return 0, 0
-        sizes = [size for name, size in out.files.items() if name != MANIFEST]
-        return sum(sizes), len(sizes) + self._layers(out)
+        with environment(self.out):
+            sizes = [size for name, size in out.files.items() if name != MANIFEST]
+            return sum(sizes), len(sizes) + self._layers(out)
 
     def _layers(self, out: LocalFolder) -> int:
         """Count the layers that are computed, by the manifest; `verify` says what is wrong with it."""
