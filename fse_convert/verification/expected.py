@@ -16,6 +16,7 @@ from fse_convert.checkpoint.encoding import header_entry
 from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.model.families import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.plan.plan import Computed, LayerVerdict, Plan
@@ -163,12 +164,12 @@ def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
 
 def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) -> tuple[int, ...]:
     rows, columns = -(-logical[0] // cell[0]), -(-logical[1] // cell[1]) if cell[1] else 1
-    return (rows, columns)[:dimensions]
+    return (rows, 1, columns, 1) if dimensions == 4 else (rows, columns)[:dimensions]
 
 
 def _padded(info: TensorInfo, shape: tuple[int, ...], fill: bytes) -> Padded:
     def row_bytes(s: tuple[int, ...]) -> int:
-        return (s[1] if len(s) > 1 else 1) * len(fill)
+        return prod(s[1:]) * len(fill)
 
     return Padded(info, shape, info.shape[0], row_bytes(info.shape), shape[0], row_bytes(shape), fill)
 
@@ -188,17 +189,21 @@ def kernel_experts(description: Description, verdicts: Mapping[str, str], width:
 
 
 def config_edits(source: Source, n_shared: int, width: int, main: int) -> list[ConfigEdit]:
-    """Return every integer of config.json that must have changed, wherever the family keeps widths."""
-    family = source.description.family
+    """Return every key of config.json that must have changed, wherever the family states widths."""
+    family, config = source.description.family, source.checkpoint.config
     if family is None or width == main:
         return []
-    keys = {family.width_key: 1} | ({family.shared_width_key: n_shared} if family.shared_width_key else {})
     edits = []
-    for section in family.sections:
-        place = source.checkpoint.config.get(section) if section else source.checkpoint.config
-        for key, times in keys.items():
-            if isinstance(place, Mapping) and place.get(key) == times * width:
-                edits.append(ConfigEdit(section=section, key=key, old=times * width, new=times * main))
+    for section in SECTIONS:
+        for width_key in family.widths:
+            old, new = (width_key.of(w, n_shared * w, source.description.n_shared) for w in (width, main))
+            value = place(config, section).get(width_key.key)
+            if old is None or new is None:
+                continue
+            if type(value) is int and value == old:
+                edits.append(ConfigEdit(section=section, key=width_key.key, old=old, new=new))
+            elif isinstance(value, list) and value and value == [old] * len(value):
+                edits.append(ConfigEdit(section=section, key=width_key.key, old=value, new=[new] * len(value)))
     return edits
 
 
