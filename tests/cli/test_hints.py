@@ -448,7 +448,8 @@ def test_scales_that_a_dry_run_reads(made: Make, source: Make, run: Run, tmp_pat
     ("number", "code"),
     [
         (errno.ENOSPC, "no-space"), (errno.EDQUOT, "no-space"), (errno.EACCES, "permission"), (errno.EROFS, "permission"),
-        (errno.EFBIG, "file-too-large"), (errno.ENOMEM, "out-of-memory"), (errno.EMFILE, "too-many-files"), (errno.ENFILE, "too-many-files"), (errno.EIO, "io-error"), (errno.EBUSY, "io-error"),
+        (errno.EFBIG, "file-too-large"), (errno.ENOMEM, "out-of-memory"), (errno.EMFILE, "too-many-files"),
+        (errno.ENFILE, "too-many-files"), (errno.EIO, "io-error"), (errno.EBUSY, "io-error"),
     ],
     ids=lambda value: errno.errorcode[value] if isinstance(value, int) else None,
 )  # fmt: skip
