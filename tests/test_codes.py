@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -144,3 +145,13 @@ def test_an_unknown_code_gets_the_nearest(name: str, hint: str, run: Run) -> Non
 def test_the_shell_completes_codes() -> None:
     assert sorted(complete_code(None, None, "no-such")) == ["no-such-folder", "no-such-model", "no-such-revision"]  # type: ignore[arg-type]
     assert complete_code(None, None, "x") == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_an_error_about_a_checkpoint_leads_to_its_explanation(
+    terminal: bool, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    last = run(tmp_path / "nowhere", tmp_path / "out")[2].splitlines()[-1]
+    assert ("more: fse-convert explain no-such-folder" in last) is terminal
+    assert "explain" not in run("convert")[2]

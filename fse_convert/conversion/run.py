@@ -316,7 +316,8 @@ def _resumable(out: Path) -> Iterator[None]:
         staging = Staging(out)
         if not (staging.begun() and staging.folder.exists()):
             raise  # nothing was begun, or the output is there
-        changed = any(p.code == "source-changed" for p in e.problems)
-        hint = "start anew with --restart" if changed else "the same command resumes from there; --restart starts anew"
+        hint = "the same command resumes from there; --restart starts anew"
+        if any(p.code == "source-changed" for p in e.problems):
+            hint = "start anew with --restart and without --part"
         kept = Problem("resumable", "what is finished is kept", str(staging.root), hint)
         raise type(e)(*e.problems, kept) from e

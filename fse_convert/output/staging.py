@@ -202,7 +202,7 @@ def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart
     for old, _ in found.values():
         if changed := differences(old, fingerprint or {}):
             message = f"an unfinished conversion lies here, made from something else: {some(changed)}"
-            hint = "start anew with --restart, or give another output folder"
+            hint = "start anew with --restart and without --part, or give another output folder"
             raise UsageError(Problem("resume-differs", message, str(staging.root), hint))
     if not found and not part:  # nothing here is of use
         _clear(staging.root)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from fse_convert.checkpoint.hub import HubFolder
+from fse_convert.errors import FseConvertError
 from fse_convert.output.lock import locked
 from fse_convert.output.staging import Staging
 from fse_convert.testing.faults import Injector
@@ -34,6 +37,7 @@ from fse_convert.testing.patch import (
     rename,
     write_shard,
 )
+from tests.hub_server import serve
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -133,10 +137,6 @@ def remove_copy(root: Path, original: Path) -> None:
     index_anew(root, original)
 
 
-def widths(value: object) -> Change:
-    return lambda root: edit_config(root, lambda c: c["text_config"].update(moe_intermediate_size=value))
-
-
 def move_ignored(root: Path, old: str, new: str) -> None:
     def change(config: dict[str, Any]) -> None:
         quantization = config["quantization_config"]
@@ -212,12 +212,11 @@ CHECKPOINTS: dict[str, tuple[str, str, Change, Callable[[Path, Path], object]]] 
     "weight gone": ("weight-missing", "is the checkpoint complete?", lambda r: drop(r, f"{SHARED}.w1.weight"), put_back()),
     "scale gone": ("scale-missing", "is the checkpoint complete?", lambda r: drop(r, f"{SHARED}.w1.scale"), put_back()),
     "two scales": (
-        "part-ambiguous",
-        "a projection has one of them",
+        "part-ambiguous|matrix-odd",
+        "",
         lambda r: rename(r, f"{SHARED}.w1.scale", f"{SHARED}.w1.weight_scale", keep=True),
-        lambda r, _: drop(r, f"{SHARED}.w1.weight_scale"),
+        put_back(),
     ),
-    "width a list": ("config-key", "as one integer", widths([384]), lambda r, _: widths(384)(r)),
     "list that is not read": (
         "ignore-key-unread",
         "fp8 is read with",
@@ -296,6 +295,12 @@ def test_the_output_states_the_right_total(source: Make, run: Run, tmp_path: Pat
             ["{source}", "{out}", "--target", "vllm-0.33"],
         ),
         (["{source}", "{out}", "--target", "x"], "target-unknown", "see: fse-convert targets", ["targets"]),
+        (
+            ["{source}", "{out}", "--target", "atom"],
+            "target-inspect-only",
+            "fse-convert inspect CHECKPOINT --target atom",
+            ["inspect", "{source}", "--target", "atom"],
+        ),
         (["explain", "nam"], "code-unknown", "did you mean nan?", ["explain", "nan"]),
         (["explain", "?"], "code-unknown", "see: fse-convert explain", ["explain"]),
         (
@@ -348,7 +353,6 @@ def test_the_output_states_the_right_total(source: Make, run: Run, tmp_path: Pat
             ["restore", "{old}", "{out}"],
         ),
         (["{source}", "{long}"], "name-too-long", "choose a shorter output path", ["{source}", "{out}"]),
-        (["inspect", "hf://x"], "hub-address", "hf://org/name", []),
     ],
 )
 def test_a_hint_about_the_command_line(
@@ -367,8 +371,7 @@ def test_a_hint_about_the_command_line(
     _, text, err = run(*(word.format(**places) for word in wrong))
     assert (f"error[{code}]" in err, text) == (True, "")
     assert words in err
-    if right:
-        assert run(*(word.format(**places) for word in right))[0] == 0
+    assert run(*(word.format(**places) for word in right))[0] == 0
     assert digest(places["source"]) == before
 
 
@@ -445,7 +448,8 @@ def test_scales_that_a_dry_run_reads(made: Make, source: Make, run: Run, tmp_pat
     ("number", "code"),
     [
         (errno.ENOSPC, "no-space"), (errno.EDQUOT, "no-space"), (errno.EACCES, "permission"), (errno.EROFS, "permission"),
-        (errno.EMFILE, "too-many-files"), (errno.ENFILE, "too-many-files"), (errno.EIO, "io-error"), (errno.EBUSY, "io-error"),
+        (errno.EFBIG, "file-too-large"), (errno.ENOMEM, "out-of-memory"), (errno.EMFILE, "too-many-files"),
+        (errno.ENFILE, "too-many-files"), (errno.EIO, "io-error"), (errno.EBUSY, "io-error"),
     ],
     ids=lambda value: errno.errorcode[value] if isinstance(value, int) else None,
 )  # fmt: skip
@@ -476,11 +480,12 @@ def interrupted(tmp_path: Path, run: Run, *command: object) -> None:
         fault.remove()
 
 
-@pytest.mark.parametrize("how", ["start anew with --restart", "give another output folder"])
-def test_an_unfinished_conversion_of_something_else(how: str, made: Make, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["start anew with --restart and without --part", "give another output folder"])
+@pytest.mark.parametrize("part", [(), ("--part", "1/1")], ids=["whole", "a part"])
+def test_an_unfinished_conversion_of_something_else(how: str, part: tuple[str, ...], made: Make, run: Run, tmp_path: Path) -> None:
     root, out = made(**KNOBS), tmp_path / "out"
     interrupted(tmp_path, run, root, out, "--workers", "1")
-    _, _, err = run(root, out, "--target", "megamoe-128")
+    _, _, err = run(root, out, "--target", "megamoe-128", *part)
     assert "error[resume-differs]" in err
     assert how in err
     elsewhere = (tmp_path / "elsewhere",) if "another" in how else (out, "--restart")
@@ -532,8 +537,76 @@ def test_a_source_that_is_left_alone(source: Make, run: Run, tmp_path: Path, mon
         busy.setattr(shutil, "disk_usage", lambda path: (os.utime(root / FIRST), real(path))[1])
         found = said(run(root, tmp_path / "out", "--json")[1])
     assert "wait until nothing writes to the source" in found["source-changed"]
-    assert found["resumable"].endswith("start anew with --restart")
+    assert found["resumable"].endswith("start anew with --restart and without --part")
     assert run(root, tmp_path / "out", "--restart", "-q", "--verify", "storage")[0] == 0
+
+
+def test_unfinished_work_that_nobody_touches_any_more(
+    made: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "out", os.fsync
+
+    def clean(fd: int) -> None:
+        real(fd)
+        if Staging(out).folder.exists():
+            Staging(out).root.rename(tmp_path / "cleaned")
+
+    with monkeypatch.context() as cleaner:
+        cleaner.setattr(os, "fsync", clean)
+        found = said(run(made(**KNOBS), out, "--json", "--workers", "1", "--verify", "storage")[1])
+    assert "then give the same command again" in found["staging-lost"]
+    assert run(made(**KNOBS), out, "-q", "--verify", "storage")[0] == 0
+
+
+def test_a_run_that_was_stopped(made: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt  # a signal itself would end this process
+
+    command = (made(**KNOBS), tmp_path / "out", "--json", "--workers", "1", "--verify", "storage")
+    with monkeypatch.context() as signals:
+        signals.setattr(os, "fsync", stop)
+        code, text, _ = run(*command)
+    assert (code, "the same command resumes" in said(text)["interrupted"]) == (130, True)
+    assert run(*command)[0] == 0
+
+
+def test_a_proof_that_failed_once(made: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = (made(**KNOBS), tmp_path / "out", "--json")
+    with monkeypatch.context() as broken:
+        broken.setattr("fse_convert.verification.numerics.ONE", 0x7E)
+        found = said(run(*command)[1])
+    assert "nothing was published: run again" in found["proof-failed"]
+    assert not (tmp_path / "out").exists()
+    assert run(*command)[0] == 0
+
+
+def test_a_folder_inside_of_a_mounted_one(made: Make, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = Path("/dev/shm")
+    if not (place.is_mount() and os.access(place, os.W_OK)):
+        pytest.skip("nothing is mounted where this may write")
+    monkeypatch.setattr("fse_convert.output.staging.any", lambda _: False, raising=False)  # as if nothing were in it
+    code, _, err = run(made(**KNOBS), place, "--overwrite")
+    assert (code, "error[output-mounted]" in err, "give a folder inside of it" in err) == (2, True, True)
+    monkeypatch.undo()
+    with tempfile.TemporaryDirectory(dir=place) as inside:
+        assert run(made(**KNOBS), Path(inside) / "out", "-q", "--verify", "storage")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "words", "right"),
+    [
+        ("hf://one", "hub-address", "hf://org/name or hf://org/name@revision", "hf://org/name"),
+        ("hf://org/nome", "no-such-model", "check the spelling", "hf://org/name"),
+        ("hf://org/name@nope", "no-such-revision", "give a branch, a tag or a commit", "hf://org/name@v1"),
+    ],
+)
+def test_an_address_of_the_hub(wrong: str, code: str, words: str, right: str, made: Make) -> None:
+    pytest.importorskip("huggingface_hub")
+    with serve("org/name", made(**KNOBS)) as hub:
+        with pytest.raises(FseConvertError) as e:
+            HubFolder(wrong, endpoint=hub.endpoint)
+        assert {p.code: words in p.hint for p in e.value.problems} == {code: True}
+        assert HubFolder(right, endpoint=hub.endpoint).files
 
 
 def test_numerics_run_on_the_cpu_too(made: Make, converted: Make, run: Run) -> None:
@@ -561,8 +634,8 @@ def spaces(out: Path) -> None:
 OUTPUTS: dict[str, tuple[str, Change]] = {
     "padded shard": ("tensor-damaged", lambda o: flip(o, -1, f"{SHARED}.w1.weight")),
     "shard carried over": ("tensor-damaged", lambda o: flip(o / FIRST, -1)),
-    "other file": ("file-damaged", lambda o: flip(o / "README.md", 3)),
-    "file gone": ("file-missing", lambda o: (o / "README.md").unlink()),
+    "other file": ("file-damaged", lambda o: flip(o / "tokenizer_config.json", 3)),
+    "file gone": ("file-missing", lambda o: (o / "tokenizer_config.json").unlink()),
     "index": ("original-unknown", lambda o: edit_index(o, lambda i: i["metadata"].update(x=1))),
     "manifest": ("manifest-damaged", edit(lambda m: m["model"].update(family="x"), signed=False)),
     "header": ("header-unlike", spaces),
