@@ -87,12 +87,7 @@ class Findings:
     def add(self, *mismatches: Mismatch) -> None:
         """Record mismatches."""
         self.count += len(mismatches)
-        self.listed += mismatches[: LIMIT - len(self.listed)] if len(self.listed) < LIMIT else ()
-
-    def extend(self, other: Findings) -> None:
-        """Take over the findings of another part."""
-        self.listed += other.listed[: max(0, LIMIT - len(self.listed))]
-        self.count += other.count
+        self.listed += mismatches[: max(0, LIMIT - len(self.listed))]
 
 
 @dataclass(slots=True)

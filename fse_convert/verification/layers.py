@@ -35,7 +35,7 @@ from fse_convert.verification.kernel import KernelProbe, KernelResult, KernelSet
 from fse_convert.verification.numerics import NumericsResult, check_numerics, fused_expert, sample_hidden_states
 from fse_convert.verification.pieces import SourceTensors, block_scales
 from fse_convert.verification.storage import choose
-from fse_convert.verification.stream import InputFiles, input_files
+from fse_convert.verification.stream import InputFiles
 
 Pair = tuple[KernelLayout, SourceLayout]
 WORKERS = max(1, min(4, os.cpu_count() or 1))
@@ -185,7 +185,7 @@ def _reader(expected: ExpectedOutput, out: LocalFolder) -> Iterator[Callable[[Ke
     """Give a function that reads an expert as both sides hold it; it raises ValueError for one that cannot be read."""
     source = expected.source
     places = {t.name: (s, t) for s in read_shards(out, shard_names(out))[0] for t in s.header.tensors}
-    with input_files(out.root) as ours, input_files(source.folder.root) as files:
+    with InputFiles(out.root) as ours, InputFiles(source.folder.root) as files:
         theirs = SourceTensors.of(source.checkpoint, files)
 
         def read(expert: KernelExpert) -> Pair:
