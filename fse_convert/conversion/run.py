@@ -232,12 +232,11 @@ class Conversion:
 
         Raises VerificationFailure, and EnvironmentFailure where the proof failed because the source is not what it was.
         """
-        from fse_convert.verification.proof import ProofOptions, prove, refuse_failed
+        from fse_convert.verification.proof import prove, refuse_failed
 
         if self.request.verify is Level.NONE:
             return None
-        options = ProofOptions(level=self.request.verify, device="cpu", workers=self.request.workers, fail_fast=True)
-        proof = prove(self.plan, staged, draft, options, observe)
+        proof = prove(self.plan, staged, draft, self.request.verify, self.request.workers, observe)
         if proof.failed:
             self.folder.check_all()
         refuse_failed(proof)
