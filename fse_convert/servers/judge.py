@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from fse_convert.errors import Problem, UsageError
 from fse_convert.model.description import Description
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
 from fse_convert.servers.aiter.vllm_config import NEWEST
+from fse_convert.servers.naming import find_named
 from fse_convert.servers.native import target_verdict
 from fse_convert.servers.scales import UNREAD, Scales, f32_scales, with_scales
 from fse_convert.servers.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
@@ -43,6 +45,15 @@ class Question(str, Enum):
 AnyTarget = Target | AiterTarget | SlotTarget
 ALL_TARGETS: tuple[AnyTarget, ...] = (*TARGETS, *AITER_TARGETS, *SLOT_TARGETS)
 """Every target that `judge` knows, in the order in which answers come."""
+
+
+def find_convertible(name: str) -> Target:
+    """Find the kernel contract or server release that a user wants to convert for. Raises UsageError."""
+    target = find_named(name, ALL_TARGETS)
+    if isinstance(target, Target):
+        return target
+    message = f"{target.name} is judged by inspect; there is no conversion for it"
+    raise UsageError(Problem("target-inspect-only", message, "--target", f"fse-convert inspect CHECKPOINT --target {target.name}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,11 @@ experts are another question (`fse_convert.servers.slots`, `fse_convert.servers.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import Enum
 from math import lcm
-from typing import Protocol, TypeVar
 
-from fse_convert.errors import Problem, UsageError
 from fse_convert.model.formats import E8M0_DTYPES, StorageKind
 
 
@@ -220,30 +216,3 @@ def width_multiple(target: Target, routed: StorageKind) -> int:
 def find_target(name: str) -> Target | None:
     """Find a target or contract by name; None when there is no such row."""
     return next((t for t in TARGETS if t.name == name), None)
-
-
-def for_version(engine: str, version: str) -> Target:
-    """Find the row for an installed server: that of its release (``0.5.22rc1`` is of 0.5.22), else the engine's newest one."""
-    rows = [t for t in TARGETS if t.engine == engine]
-    return next((t for t in rows if re.match(rf"{re.escape(t.release)}(?!\d)", version)), rows[-1])
-
-
-class Named(Protocol):
-    """A row that has a name."""
-
-    @property
-    def name(self) -> str:
-        """The name."""
-
-
-Row = TypeVar("Row", bound=Named)
-
-
-def find_or_suggest(name: str, rows: Iterable[Row]) -> Row:
-    """Find the target that a user names among some; raises UsageError with the nearest name."""
-    by_name = {row.name: row for row in rows}
-    if name in by_name:
-        return by_name[name]
-    close = get_close_matches(name, by_name, n=1)
-    hint = f"did you mean {close[0]}?" if close else "see: fse-convert targets"
-    raise UsageError(Problem("target-unknown", f"no target {name!r}", "--target", hint))

@@ -19,7 +19,7 @@ def pick(candidates: Iterable[bytes], digest: str) -> bytes | None:
     return next((c for c in candidates if sha256(c) == digest), None)
 
 
-def config_candidates(converted: Mapping[str, Any], edits: Iterable[tuple[str, str, int]]) -> Iterator[bytes]:
+def config_candidates(converted: Mapping[str, Any], edits: Iterable[tuple[str, str, int | list[int]]]) -> Iterator[bytes]:
     """Undo ``edits`` (section, key, old value) in a parsed config.json, and encode it in the usual ways.
 
     Yields nothing where a section is missing: then it is not the config that was converted.

@@ -14,6 +14,7 @@ from typing import Any
 
 from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.model.families import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.plan.plan import Computed, LayerVerdict, Plan
@@ -99,18 +100,22 @@ class ExpectedOutput:
 
     @property
     def config_edits(self) -> list[ConfigEdit]:
-        """Every integer of config.json that must have changed, wherever the family keeps widths."""
-        decision, family = self.plan.decision, self.source.description.family
-        width, main = decision.source_width, decision.main_width
-        if family is None or width == main:
+        """Every key of config.json that must have changed, wherever the family states widths."""
+        decision, config = self.plan.decision, self.source.checkpoint.config
+        description, width, main = self.source.description, decision.source_width, decision.main_width
+        if description.family is None or width == main:
             return []
-        keys = {family.width_key: 1} | ({family.shared_width_key: decision.n_shared} if family.shared_width_key else {})
         edits = []
-        for section in family.sections:
-            place = section_of(self.source.checkpoint.config, section)
-            for key, times in keys.items():
-                if place.get(key) == times * width:
-                    edits.append(ConfigEdit(section=section, key=key, old=times * width, new=times * main))
+        for section in SECTIONS:
+            for width_key in description.family.widths:
+                old, new = (width_key.of(w, decision.n_shared * w, description.n_shared) for w in (width, main))
+                value = place(config, section).get(width_key.key)
+                if old is None or new is None:
+                    continue
+                if type(value) is int and value == old:
+                    edits.append(ConfigEdit(section=section, key=width_key.key, old=old, new=new))
+                elif isinstance(value, list) and value and value == [old] * len(value):
+                    edits.append(ConfigEdit(section=section, key=width_key.key, old=value, new=[new] * len(value)))
         return edits
 
     @property
@@ -173,7 +178,7 @@ def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
 
 def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) -> tuple[int, ...]:
     rows, columns = -(-logical[0] // cell[0]), -(-logical[1] // cell[1]) if cell[1] else 1
-    return (rows, columns)[:dimensions]
+    return (rows, 1, columns, 1) if dimensions == 4 else (rows, columns)[:dimensions]
 
 
 def kernel_experts(description: Description, verdicts: Mapping[str, str], width: int) -> list[KernelExpert]:
@@ -190,12 +195,6 @@ def kernel_experts(description: Description, verdicts: Mapping[str, str], width:
     ]
 
 
-def section_of(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    """Return a section of a config, all of it for an empty name; an empty one if it is not there."""
-    place = config.get(section) if section else config
-    return place if isinstance(place, Mapping) else {}
-
-
 def edited(config: Mapping[str, Any], edits: Iterable[ConfigEdit]) -> dict[str, Any]:
     """Return a config with edits done, keys in the source's order."""
     result: dict[str, Any] = json.loads(json.dumps(config))
@@ -206,5 +205,5 @@ def edited(config: Mapping[str, Any], edits: Iterable[ConfigEdit]) -> dict[str, 
 
 def swiglu_limit(source: Source) -> float | None:
     """Return the model's clamp of gate and up, from the config section that holds the widths; None for none."""
-    value = section_of(source.checkpoint.config, source.description.section).get("swiglu_limit")
+    value = place(source.checkpoint.config, source.description.section).get("swiglu_limit")
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

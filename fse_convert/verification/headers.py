@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
 from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entries, header_entry
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import LENGTH_BYTES
+from fse_convert.checkpoint.kinds import BOOKKEEPING, find_clutter, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SIDECAR_INDEX
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import Problem
@@ -31,11 +32,11 @@ def refusals(problems: Iterable[Problem]) -> list[Mismatch]:
 def check_files(expected: ExpectedOutput, out: LocalFolder, findings: Findings) -> set[str]:
     """Check which files there are, the manifest aside; return those that must be equal to the source's and have its size."""
     source, kernel = expected.source, expected.files
-    names = source.folder.files.keys() | kernel.keys() | ({SIDECAR_INDEX} if kernel else set())
+    names = source.checkpoint.files | kernel.keys() | ({SIDECAR_INDEX} if kernel else set())
     findings.add(*(Mismatch("file-missing", n, expected="a file", found="none") for n in sorted(names - out.files.keys())))
     extra = sorted(out.files.keys() - names - {MANIFEST}) + out.odd
     findings.add(*(Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra))
-    findings.add(*hidden_mismatches(out))
+    check_clutter(out, findings)
     same = set()
     for name in source.checkpoint.others:
         want, got = source.folder.files[name], out.files.get(name)
@@ -50,16 +51,25 @@ HUB_BOOKKEEPING = re.compile(r"\.cache/huggingface/(\.gitignore|CACHEDIR\.TAG|do
 """What the hub's client leaves in a folder that it downloaded to (huggingface_hub 0.23 and later, local_dir)."""
 
 
-def hidden_mismatches(out: LocalFolder) -> list[Mismatch]:
-    """Find what lies in folders that are not part of a checkpoint: a server may run it (``__pycache__``), so an output has none."""
-    extra = [n for n in out.hidden if not HUB_BOOKKEEPING.fullmatch(n)]
-    return [Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra]
+def check_clutter(out: LocalFolder, findings: Findings) -> None:
+    """Find what is not part of a checkpoint and still there: a server may run some of it (``__pycache__``)."""
+    extra = [n for n in out.hidden if not HUB_BOOKKEEPING.fullmatch(n) and (findings.strict or not _is_harmless(n))]
+    findings.add(*(Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra))
 
 
-def hidden_note(out: LocalFolder) -> str:
-    """Say that bookkeeping of the hub's client is there; empty where it is not."""
-    count = sum(HUB_BOOKKEEPING.fullmatch(n) is not None for n in out.hidden)
-    return f"{count:,} files of the hub client's bookkeeping in .cache/huggingface were left out" if count else ""
+def _is_harmless(name: str) -> bool:
+    """Tell clutter of the file system or an editor, and a clone's ``.git``, from what a server could run or take for its own."""
+    found = find_clutter(name)
+    return name.startswith(".git/") or (found is not None and found[1] is not BOOKKEEPING)
+
+
+def clutter_notes(out: LocalFolder, findings: Findings) -> Iterator[str]:
+    """Say which clutter is there and was left out."""
+    hub = [n for n in out.hidden if HUB_BOOKKEEPING.fullmatch(n)]
+    if hub:
+        yield f"{len(hub):,} files of the hub client's bookkeeping in .cache/huggingface were left out"
+    if not findings.strict:
+        yield from (n.message for n in notes({n: kind for n, kind in out.clutter.items() if _is_harmless(n)}, ""))
 
 
 def index_mismatches(out: Folder, sidecar: Iterable[Shard]) -> list[Mismatch]:

@@ -116,7 +116,7 @@ class Check:
     """A request to verify: the output, its source if there is one, and how far to go.
 
     ``level``: None for as far as there is something to run on, short of the kernel. ``sample``: look at a part only.
-    ``device``: ``auto``, ``cpu`` or ``cuda``, for numerics.
+    ``device``: ``auto``, ``cpu`` or ``cuda``, for numerics. ``strict``: see `Output`.
     """
 
     out: Path
@@ -124,6 +124,7 @@ class Check:
     level: Level | None = None
     sample: Sample | None = None
     device: str = "auto"
+    strict: bool = False
 
     @property
     def wanted_level(self) -> Level:
@@ -138,8 +139,9 @@ class Check:
         out = LocalFolder(self.out)
         if self.sample:
             return 0, 0
-        sizes = [size for name, size in out.files.items() if name != MANIFEST]
-        return sum(sizes), len(sizes) + self._layers(out)
+        with environment(self.out):
+            sizes = [size for name, size in out.files.items() if name != MANIFEST]
+            return sum(sizes), len(sizes) + self._layers(out)
 
     def _layers(self, out: LocalFolder) -> int:
         """Count the layers that are computed, by the manifest; `verify` says what is wrong with it."""
@@ -166,7 +168,7 @@ def verify(check: Check, observe: Observer) -> Proof:
     with environment(check.out):
         source = open_source(LocalFolder(check.source)) if check.source else None
         try:
-            output = Output(folder, OutputManifest.read(folder), check.sample)
+            output = Output(folder, OutputManifest.read(folder), check.sample, strict=check.strict)
         except VerificationFailure as e:
             return Proof(level, damaged(e, "source" if source else "manifest"))
         if source is None:

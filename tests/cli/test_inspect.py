@@ -116,9 +116,10 @@ def test_targets_can_be_named(run: Run, v41: Path) -> None:
 
 def test_a_mistyped_target_is_a_usage_error(run: Run, v41: Path) -> None:
     for option in ("--target", "--require"):
-        code, _, err = run("inspect", v41, option, "vllm-0.3")
+        code, _, err = run("inspect", v41, option, "vlm-0.33")
         assert code == ExitCode.USAGE
-        assert "did you mean" in err
+        assert "did you mean vllm-0.33?" in err
+        assert f"where: {option}" in err
 
 
 def _json(run: Run, *args: object) -> tuple[int, dict[str, Any]]:

@@ -104,11 +104,15 @@ def tensors_of(release: Release) -> Tensors:
         found |= expert(f"{block}.{release.shared}", "bf16", release.shared_width, HIDDEN, release.shared_names)
         if release.gate:
             found[f"{block}.{release.shared}_gate.weight"] = ("BF16", (1, HIDDEN))
+    if release.mtp:
+        found[f"{release.mtp.rpartition('.')[0]}.enorm.weight"] = ("BF16", (HIDDEN,))
     return found
 
 
 def config_of(release: Release) -> dict[str, Any]:
     inner = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, **release.config}
+    if not release.mtp:
+        inner.pop("num_nextn_predict_layers", None)
     if release.nested:
         return {"model_type": release.model_type, "text_config": {"model_type": f"{release.model_type}_text", **inner}}
     return {"model_type": release.model_type, **inner}
@@ -172,7 +176,8 @@ def test_llama4_experts_are_stacked_and_said_to_be() -> None:
     }
     found = description_of(config, tensors)
     assert [p.code for p in found.problems] == ["experts-stacked"] * LAYERS
-    assert "one 3-D tensor, BF16 [3, 256, 256]" in found.problems[0].message
+    assert "one 3-D tensor, BF16 [3, 128, 256]" in found.problems[0].message
+    assert found.problems[0].where == "language_model.model.layers.0.feed_forward.experts.down_proj and 1 more"
     assert all(d.shared and d.shared.width == WIDTH and d.routed is None for d in found.layers)
 
 
@@ -184,6 +189,7 @@ def test_step5_holds_stacked_experts_in_the_block_and_the_shared_one_beside_it(s
             tensors[f"model.layers.{i}.moe.{name}.weight"] = ("BF16", shape)
         tensors[f"model.layers.{i}.moe.router_bias"] = ("F32", (4,))
         tensors |= expert(f"model.layers.{i}.{shared}", "bf16", WIDTH, HIDDEN, PROJ)
+    tensors["model.layers.2.eh_proj.weight"] = ("BF16", (HIDDEN, 2 * HIDDEN))
     tensors |= {f"model.layers.0.mlp.{p}.weight": ("BF16", (WIDTH, HIDDEN)) for p in PROJ}
     config = {
         "model_type": "step5",

@@ -113,7 +113,7 @@ def test_an_ignore_list_of_the_wrong_type_is_a_conflict(value: Any) -> None:
 @pytest.mark.parametrize("value", [[128], [128, 128, 1], [0, 128], "128x128", [128.0, 128], [True, 1]])
 def test_a_block_that_is_no_pair_of_positive_integers_is_a_conflict(value: Any) -> None:
     found = of({**FP8, "weight_block_size": value})
-    assert found.block is found.fp8_block is None
+    assert found.block is None
     assert codes(found) == ["block-size-invalid"]
 
 
@@ -121,7 +121,7 @@ def test_a_block_that_is_no_pair_of_positive_integers_is_a_conflict(value: Any) 
     ("method", "block"), [("fp8", (32, 32)), ("FP8", (32, 32)), ("deepseek_v4_fp8", (32, 32)), ("quark", None)]
 )
 def test_only_fp8_methods_have_the_block_that_servers_read(method: str, block: tuple[int, int] | None) -> None:
-    assert of({**FP8, "quant_method": method, "weight_block_size": [32, 32]}).fp8_block == block
+    assert of({**FP8, "quant_method": method, "weight_block_size": [32, 32]}).block == block
 
 
 def test_a_missing_method_is_a_conflict() -> None:

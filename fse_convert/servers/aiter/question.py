@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fse_convert.model.description import LayerDescription
+from fse_convert.model.description import STACKED, LayerDescription
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind, Role
 from fse_convert.model.quantization import Quantization
@@ -25,7 +25,7 @@ from fse_convert.servers.aiter.families import find_aiter_family
 from fse_convert.servers.aiter.patterns import Renames, VerdictError
 from fse_convert.servers.aiter.rules import AiterQuestion, AiterRules
 from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant, is_since
-from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, whole
+from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood, whole
 
 SWITCH = "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS"
 SWITCHES = "ROCm, VLLM_ROCM_USE_AITER=1, ..._MOE=1, ..._FUSION_SHARED_EXPERTS=1"
@@ -77,11 +77,13 @@ def ask_aiter(
 
 
 def judge_layer(question: AiterQuestion, layer: LayerDescription) -> Verdict:
-    """Judge one layer of a checkpoint."""
+    """Judge one layer of a checkpoint: by the config, as vLLM does; tensors that are not understood take a yes back."""
     if layer.layer.shared is None:
         return NO_SHARED_EXPERT
     judge_kind = judge_mtp_layer if layer.layer.kind is LayerKind.MTP else judge_decoder_layer
-    return judge_kind(question, layer.layer.index)
+    verdict = judge_kind(question, layer.layer.index)
+    unclear = [p for p in layer.problems if p.code != STACKED]  # vLLM loads stacked experts too
+    return not_understood(unclear) if verdict.fused and unclear else verdict
 
 
 def judge_decoder_layer(question: AiterQuestion, index: int) -> Verdict:
