@@ -34,10 +34,11 @@ from fse_convert.plan.plan import (
     matrix,
 )
 from fse_convert.plan.source import Source
-from fse_convert.servers.native import LaunchWidths, kernel_verdict, target_verdict
+from fse_convert.servers.judge import native_layer
+from fse_convert.servers.native import LaunchWidths, kernel_verdict
 from fse_convert.servers.scales import INEXACT, Scales, with_scales
-from fse_convert.servers.targets import Contract, Target, width_multiple
-from fse_convert.servers.verdict import Reason, Verdict
+from fse_convert.servers.targets import Contract, width_multiple
+from fse_convert.servers.verdict import Reason
 from fse_convert.sidecar.manifest import ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, shard_metadata
 
@@ -72,7 +73,7 @@ def decide(source: Source, options: Options) -> Decision:
         LayerVerdict(
             layer=d,
             verdict=with_scales(d, kernel_verdict(d, options.contract, options.target.pairings, kernel_widths), scales),
-            server=_standard_verdict(d, options.target, checkpoint.config, main_widths, scales),
+            server=native_layer(source.subject, options.target, d, main_widths),
         )
         for d in description.layers
     )
@@ -156,14 +157,6 @@ def _widths(description: Description) -> tuple[int, int]:
         message = f"shared width {stored} is not a multiple of the routed width {widths[0]}, or differs between layers"
         raise NotConvertible(Problem("width-ratio", message, hint="the kernel runs n shared experts of the routed width"))
     return widths[0], int(ratio)
-
-
-def _standard_verdict(
-    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: LaunchWidths, scales: Scales
-) -> Verdict:
-    """Judge a layer of the output's standard layout as `fse_convert.servers.judge` judges that folder."""
-    verdict = target_verdict(layer, target, config, widths)
-    return with_scales(layer, verdict, scales) if target.is_contract else verdict
 
 
 def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, scales: Scales) -> None:
