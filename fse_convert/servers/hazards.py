@@ -18,7 +18,7 @@ from fse_convert.model.moe import LayerKind, Role
 from fse_convert.model.quantization import FP8_METHODS
 from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
-from fse_convert.servers.aiter.rules import AiterQuestion
+from fse_convert.servers.aiter.rules import EXPERT_DTYPES, AiterQuestion
 from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, is_since
 from fse_convert.servers.quark import SglangQuark, is_fp4, specs
 from fse_convert.servers.slots import SlotTarget
@@ -53,7 +53,12 @@ class Situation:
 
     @property
     def is_slots(self) -> bool:
-        """True for SGLang's slots."""
+        """True for SGLang's slots, for a model whose gate is known."""
+        return self.is_sglang and self.own.outcome is not Outcome.UNKNOWN
+
+    @property
+    def is_sglang(self) -> bool:
+        """True for SGLang as it is asked for slots."""
         return isinstance(self.target, SlotTarget) and self.target.engine == "SGLang"
 
     @property
@@ -126,7 +131,8 @@ def _expert_dtype_unread(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> b
     stored = _gate(routed).kind.facts.expert_dtype
     if s.question is None or not s.of_family(*V4, "DeepSeek-V4.1") or s.question.quant.class_name != "DeepseekV4FP8Config":
         return False
-    return not s.question.quant.from_quark and stored not in (None, s.question.read("expert_dtype", "fp4"))
+    read = s.question.read("expert_dtype", "fp4")
+    return not s.question.quant.from_quark and stored is not None and read in EXPERT_DTYPES and read != stored
 
 
 def _e8m0_experts(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
@@ -227,7 +233,7 @@ def _slot_stored_apart(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -
 
 def _unchecked_glm(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
     apart = _is(routed, StorageKind.MXFP4) and _is(shared, StorageKind.PLAIN)
-    return s.is_slots and s.method == "quark" and s.subject.description.model_type == "glm4_moe" and apart
+    return s.is_sglang and s.method == "quark" and s.subject.description.model_type == "glm4_moe" and apart
 
 
 V4_TYPES = ("deepseek_v4", "deepseek_v41")

@@ -27,7 +27,10 @@ DEFAULTS: Mapping[str, object] = {"num_experts_per_tok": 6, "n_shared_experts": 
 
 
 def judge_heterogeneous(question: AiterQuestion) -> Verdict:
-    """Judge every decoder layer of a model at once; reasons are worded as vLLM logs them."""
+    """Judge every decoder layer of a model at once; reasons are worded as vLLM logs them.
+
+    Where this path is not taken, the server goes on as without it: the answer of the target without ``-fhmoe``.
+    """
     if question.family.name != "DeepSeek-V4":
         message = f"vLLM {question.release.name} fuses this way for DeepSeek-V4 only, not for {question.family.name}"
         return because(Outcome.REFUSED, "model-unsupported", message)

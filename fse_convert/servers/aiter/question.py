@@ -104,8 +104,10 @@ def judge_layer(question: AiterQuestion, layer: LayerDescription) -> Verdict:
     """Judge one layer of a checkpoint."""
     if layer.layer.shared is None:
         return NO_SHARED_EXPERT
-    if question.heterogeneous and layer.layer.kind is LayerKind.DECODER:
-        return judge_heterogeneous(question)
+    if question.heterogeneous:
+        verdict = judge_heterogeneous(question)
+        if layer.layer.kind is LayerKind.DECODER or not verdict.fused:
+            return verdict
     judge_kind = judge_mtp_layer if layer.layer.kind is LayerKind.MTP else judge_decoder_layer
     return judge_kind(question, layer.layer.index)
 
