@@ -26,7 +26,6 @@ from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import Target
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 
-V4 = ("DeepSeek-V4", "DeepSeek-V4 (vision)")
 OFF = f"serve with {SWITCH}=0"
 AS_F32 = "store the scales of routed and shared experts as F32, which holds every power of two as it is"
 
@@ -77,9 +76,15 @@ class Situation:
         ways = self.question is not None and not self.question.mega_moe and (self.is_drafter or not self.question.heterogeneous)
         return ways and self.own.fused
 
-    def of_family(self, *names: str) -> bool:
-        """Tell whether an AITER target runs one of these model classes."""
-        return self.question is not None and self.question.family.name in names
+    @property
+    def is_v4(self) -> bool:
+        """True where an AITER target runs DeepSeek-V4's class."""
+        return self.question is not None and self.question.family.v4
+
+    @property
+    def is_v41(self) -> bool:
+        """True where an AITER target runs DeepSeek-V4.1's class."""
+        return self.question is not None and self.question.family.name == "DeepSeek-V4.1"
 
     def since(self, release: str) -> bool:
         """Tell whether the server is of this release or later."""
@@ -119,8 +124,7 @@ def _gate(group: ExpertGroup) -> Format:
 
 
 def _is(group: ExpertGroup, kind: StorageKind, *scales: str) -> bool:
-    f = _gate(group)
-    return f.kind is kind and (not scales or f.scale_dtype in scales)
+    return any(f.kind is kind and (not scales or f.scale_dtype in scales) for f in group.formats.values())
 
 
 def _native_fp8(s: Situation) -> bool:
@@ -129,7 +133,7 @@ def _native_fp8(s: Situation) -> bool:
 
 def _expert_dtype_unread(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
     stored = _gate(routed).kind.facts.expert_dtype
-    if s.question is None or not s.of_family(*V4, "DeepSeek-V4.1") or s.question.quant.class_name != "DeepseekV4FP8Config":
+    if s.question is None or not (s.is_v4 or s.is_v41) or s.question.quant.class_name != "DeepseekV4FP8Config":
         return False
     read = s.question.read("expert_dtype", "fp4")
     return not s.question.quant.from_quark and stored is not None and read in EXPERT_DTYPES and read != stored
@@ -138,26 +142,26 @@ def _expert_dtype_unread(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> b
 def _e8m0_experts(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
     if not (s.is_vllm and _native_fp8(s) and _is(routed, StorageKind.FP8_BLOCK, "F8_E8M0", "U8")):
         return False
-    return s.of_family(*V4, "DeepSeek-V4.1") if s.question else s.subject.description.model_type in V4_TYPES
+    return (s.is_v4 or s.is_v41) if s.question else s.subject.description.model_type in V4_TYPES
 
 
 def _e8m0_slot(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
     both = _is(routed, StorageKind.FP8_BLOCK, "F32") and _is(shared, StorageKind.FP8_BLOCK, "F8_E8M0", "U8")
-    return both and s.by_slots and s.of_family(*V4)
+    return both and s.by_slots and s.is_v4
 
 
 def _overlooked(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
     quant = s.question.quant if s.question else None
     by_fp8 = quant is not None and quant.kind is VllmQuantKind.FP8 and not quant.from_quark
-    return by_fp8 and s.by_slots and s.of_family(*V4) and _is(routed, StorageKind.MXFP4) and _gate(shared).scale == "scale"
+    return by_fp8 and s.by_slots and s.is_v4 and _is(routed, StorageKind.MXFP4) and _gate(shared).scale == "scale"
 
 
 def _drafter(s: Situation, _: ExpertGroup, __: ExpertGroup) -> bool:
-    return s.is_drafter and s.by_slots and s.of_family(*V4)
+    return s.is_drafter and s.by_slots and s.is_v4
 
 
 def _aiter_takes_no_block(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
-    return s.of_family("DeepSeek-V4.1") and s.since("0.31") and _is(routed, StorageKind.FP8_BLOCK)
+    return s.is_v41 and s.since("0.31") and _is(routed, StorageKind.FP8_BLOCK)
 
 
 def _no_redirect(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
@@ -165,20 +169,23 @@ def _no_redirect(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool
 
 
 def _vllm_misreads(s: Situation, _: ExpertGroup, __: ExpertGroup) -> bool:
-    question = s.question
-    if question is None or question.quant.kind is not VllmQuantKind.QUARK or s.of_family("DeepSeek-V4.1"):
+    if s.question is None or s.question.quant.kind is not VllmQuantKind.QUARK or s.is_v41:
         return False
-    k, layers, own = s.layer.layer.index, question.decoder_layers, ""
-    if s.is_drafter and question.family.name in V4:
+    k = s.layer.layer.index if s.is_drafter else None
+    return bool(misread(s.question, s.subject.fp8_modules(s.layer.layer.name), k))
+
+
+def misread(question: AiterQuestion, modules: tuple[str, ...], k: int | None = None) -> tuple[str, ...]:
+    """Return those FP8 modules of a Quark checkpoint that vLLM builds as FP4. ``k``: the drafter layer that they are of."""
+    layers, here, there = question.decoder_layers, "", ""
+    if k is not None and question.family.v4:
         if layers is None:
-            return False
-        question, own = drafter(question, k, layers), f"model.layers.{layers + k}."
+            return ()
+        question, here, there = drafter(question, k, layers), f"mtp.{k}.", f"model.layers.{layers + k}."
     found = question.renames.apply_keys(specs(question.quant.quark.get("layer_quant_config")))
-    for module in s.subject.fp8_modules(s.layer.layer.name):
-        name = question.renames.apply(module.replace(f"mtp.{k}.", own, 1) if own else module)
-        if is_fp4(quark_layer_config(name, found) or question.quant.quark.get("global_quant_config")):
-            return True
-    return False
+    general = question.quant.quark.get("global_quant_config")
+    names = {module: question.renames.apply(module.replace(here, there, 1) if here else module) for module in modules}
+    return tuple(module for module, name in names.items() if is_fp4(quark_layer_config(name, found) or general))
 
 
 def _globbed(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:

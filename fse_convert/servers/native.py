@@ -15,7 +15,7 @@ from fse_convert.layout.sizes import round_up
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.formats import E8M0_DTYPES, Format, StorageKind
 from fse_convert.model.moe import Role
-from fse_convert.servers.subject import class_names
+from fse_convert.servers.subject import class_names, vllm_class_names
 from fse_convert.servers.targets import Contract, Pairings, Target
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood
 
@@ -56,7 +56,7 @@ def native_verdict(
         return because(Outcome.UNFUSED, "server-no-fusion", f"{server} keeps this model's shared expert beside MegaMoE")
     if target.model_types and model_type not in target.model_types:
         return because(Outcome.REFUSED, "model-unsupported", f"{server} has no MegaMoE path for model type {model_type!r}")
-    unknown = unknown_class(class_names(config), target.classes, server)
+    unknown = unknown_class((vllm_class_names if target.engine == "vLLM" else class_names)(config), target.classes, server)
     if unknown:
         return unknown
     groups = _launch_groups(layer)

@@ -47,18 +47,17 @@ def _layer_of(name: str) -> str:
     return name[: found.end()] if (found := re.search(r"\.\d+(?=\.)", name)) else name
 
 
-V4_VISION = "DeepseekV4ForConditionalGeneration"
-
-
 def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the model classes that a config asks servers for; empty where it names none.
-
-    DeepSeek-V4 with a vision tower names the text model's class and is another one (vLLM 0.30
-    transformers_utils/model_arch_config_convertor.py:602, 0.33 :576).
-    """
+    """Return the model classes that a config names; empty where it names none."""
     named = config.get("architectures")
-    names = tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else ()
-    layers = config.get("vision_n_layers")
-    if names == ("DeepseekV4ForCausalLM",) and isinstance(layers, int) and layers > 0:
-        return (V4_VISION,)
-    return names
+    return tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else ()
+
+
+def vllm_class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the model classes that vLLM looks for: DeepSeek-V4 with a vision tower names the text model's and is another one.
+
+    0.30 transformers_utils/model_arch_config_convertor.py:602, 0.33 :576; 0.29 has no class for the tower's tensors.
+    """
+    names, layers = class_names(config), config.get("vision_n_layers")
+    vision = names == ("DeepseekV4ForCausalLM",) and isinstance(layers, int) and layers > 0
+    return ("DeepseekV4ForConditionalGeneration",) if vision else names

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fse_convert.servers.aiter.patterns import Renames
-from fse_convert.servers.subject import class_names
+from fse_convert.servers.subject import vllm_class_names
 
 GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
 W1_W3 = {"gate_up_proj": ("w1", "w3")}
@@ -52,11 +52,11 @@ class AiterFamily:
 
     ``block`` and ``mtp_block`` are prefixes of a MoE block, with ``{index}`` for a decoder layer's number, ``{k}`` for
     a drafter layer's own number and ``{next}`` for the number it has after the decoder layers. ``flat`` families read
-    ``text_config`` as if it stood at the top level. ``mtp_names``: since 0.33 the drafter re-keys ``mtp.N``. ``mega_moe``: the
-    class runs the backend AITER MegaMoE. ``needs`` are conditions outside the checkpoint, for people. ``since`` None: the class
-    never fuses this way. ``exists_since``: the first release that has the class. ``slots``: its loader puts shared experts into the
-    slots of routed ones. ``names_since``: the first release whose class has the two mappings; before, ``packed`` and ``renames``
-    are empty.
+    ``text_config`` as if it stood at the top level. ``v4``: DeepSeek-V4's class, which alone has AITER MegaMoE and heterogeneous
+    fusion, and whose drafter re-keys ``mtp.N`` since 0.33. ``needs`` are conditions outside the checkpoint, for people. ``since``
+    None: the class never fuses this way. ``exists_since``: the first release that has the class. ``slots``: its loader puts shared
+    experts into the slots of routed ones. ``names_since``: the first release whose class has the two mappings; before, ``packed``
+    and ``renames`` are empty.
     """
 
     name: str
@@ -69,8 +69,7 @@ class AiterFamily:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: GATE_UP)
     renames: Renames = NO_RENAMES
     flat: bool = False
-    mtp_names: bool = False
-    mega_moe: bool = False
+    v4: bool = False
     needs: tuple[str, ...] = ()
     since: str | None = "0.29"
     exists_since: str = "0.29"
@@ -92,8 +91,7 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
         mtp_block="model.layers.{next}.ffn",
         packed=W1_W3,
         renames=_V4_RENAMES,
-        mtp_names=True,
-        mega_moe=True,
+        v4=True,
         needs=_V4_NEEDS,
     ),
     AiterFamily(
@@ -105,7 +103,7 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
         mtp_block="model.layers.{next}.ffn",
         packed=W1_W3,
         renames=_V4_RENAMES,
-        mtp_names=True,
+        v4=True,
         needs=_V4_NEEDS,
         since="0.30",
         exists_since="0.30",
@@ -278,7 +276,7 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
 
 def find_aiter_family(config: Mapping[str, Any]) -> AiterFamily | None:
     """Find the model class by its name; a config that names none by its ``model_type``, at the top level or in ``text_config``."""
-    wanted = set(class_names(config))
+    wanted = set(vllm_class_names(config))
     text = config.get("text_config")
     types = {place.get("model_type") for place in (config, text) if isinstance(place, Mapping)}
     found = (f for f in AITER_FAMILIES if (f.architectures & wanted if wanted else f.model_types & types))

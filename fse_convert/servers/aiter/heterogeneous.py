@@ -31,7 +31,7 @@ def judge_heterogeneous(question: AiterQuestion) -> Verdict:
 
     Where this path is not taken, the server goes on as without it: the answer of the target without ``-fhmoe``.
     """
-    if question.family.name != "DeepSeek-V4":
+    if not question.family.v4:
         message = f"vLLM {question.release.name} fuses this way for DeepSeek-V4 only, not for {question.family.name}"
         return because(Outcome.REFUSED, "model-unsupported", message)
     reasons = tuple(Reason("aiter-heterogeneous", message) for message in _objections(question))

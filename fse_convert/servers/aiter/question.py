@@ -26,7 +26,7 @@ from fse_convert.servers.aiter.heterogeneous import judge_heterogeneous
 from fse_convert.servers.aiter.patterns import VerdictError
 from fse_convert.servers.aiter.rules import AiterQuestion, AiterRules
 from fse_convert.servers.aiter.vllm_config import NEWEST, RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant, is_since
-from fse_convert.servers.subject import class_names
+from fse_convert.servers.subject import vllm_class_names
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, whole
 
 DRAFT_EXPORT = "NextN"
@@ -87,7 +87,7 @@ def ask_aiter(
     config: Mapping[str, Any], quant_config: Mapping[str, Any] | None, quantization: Quantization, target: AiterTarget
 ) -> AiterQuestion | Verdict:
     """Put the question for a checkpoint's config.json and ``hf_quant_config.json``; the verdict where the release has no class."""
-    family, names, server = find_aiter_family(config), class_names(config), f"vLLM {target.release}"
+    family, names, server = find_aiter_family(config), vllm_class_names(config), f"vLLM {target.release}"
     if any(name.endswith(DRAFT_EXPORT) for name in names) or (family and not is_since(target.release, family.exists_since)):
         what = f"model class {names[0]}" if names else f"class for {config.get('model_type')!r}"
         return because(Outcome.REFUSED, "model-unsupported", f"{server} has no {what}")
@@ -128,7 +128,7 @@ def judge_mtp_layer(question: AiterQuestion, k: int) -> Verdict:
 def drafter(question: AiterQuestion, k: int, layers: int) -> AiterQuestion:
     """Return the question with the renaming that the drafter applies for its layer ``k``, after ``layers`` decoder layers."""
     family = question.family
-    if not (family.mtp_names and question.release.mtp_names):
+    if not (family.v4 and question.release.mtp_names):
         return question
     prefixes = (*family.renames.prefixes, (f"model.mtp.{k}.", f"model.layers.{layers + k}."))
     return replace(question, family=replace(family, renames=replace(family.renames, prefixes=prefixes)))
@@ -142,7 +142,7 @@ def judge_block(question: AiterQuestion, block: str) -> Verdict:
 
 def _mega_moe_refusal(question: AiterQuestion) -> Verdict | None:
     """Apply what the model class asks beside the quantisation's rules (0.33 models/deepseek_v4/amd/model.py:552-590, 683-731)."""
-    if not question.family.mega_moe:
+    if not question.family.v4:
         message = f"vLLM {question.release.name} has AITER MegaMoE for DeepSeek-V4 only, not for {question.family.name}"
         return because(Outcome.REFUSED, "model-unsupported", message)
     if question.read("expert_dtype", "fp4") != "fp4":
