@@ -20,8 +20,9 @@ from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.planner import planner
 from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.plan.widths import contract_widths
-from fse_convert.servers.judge import Answer, Subject, judge
+from fse_convert.servers.judge import Answer, judge
 from fse_convert.servers.scales import UNREAD, Scales
+from fse_convert.servers.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ class Inspection:
         return self.subject.description
 
     def failing(self, names: Iterable[str]) -> tuple[Answer, ...]:
-        """Return the answers of those targets that do not fuse every layer, or would fuse it wrongly."""
+        """Return the answers of those targets that do not fuse every layer."""
         wanted = set(names)
-        return tuple(a for a in self.answers if a.name in wanted and not a.safe)
+        return tuple(a for a in self.answers if a.name in wanted and not a.fused)
 
     def exit_code(self, required: Iterable[str]) -> ExitCode:
         """Return 3 for a broken checkpoint; with required targets 1 unless all fuse it and all of it is understood; else 0."""

@@ -10,7 +10,7 @@ from fse_convert.plan.costs import Serving, padding
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.widths import needed_width
-from fse_convert.servers.native import target_verdict
+from fse_convert.servers.judge import native_layer
 from fse_convert.servers.targets import MEGAMOE_128, TARGETS, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole
 
@@ -40,7 +40,7 @@ def _source_verdict(plan: Plan, name: str) -> Verdict:
     target = find_target(name)
     if target is None:
         raise ValueError(name)
-    return whole(tuple(target_verdict(v.layer, target, plan.source.checkpoint.config) for v in decision.verdicts))
+    return whole(tuple(native_layer(plan.source.subject, target, v.layer) for v in decision.verdicts))
 
 
 def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:

@@ -27,8 +27,8 @@ class Outcome(str, Enum):
 class Verdict:
     """An outcome with its reasons; a fused layer has none.
 
-    ``UNSAFE``: the server starts, and then fails to load the layer or computes wrong numbers. ``REFUSED``: the server does not load
-    the layer on this path. ``ERROR``: it raises. ``UNKNOWN``: the rules do not cover it.
+    ``UNSAFE``: the server starts, and then fails to load the layer or computes wrong numbers. ``REFUSED``: the server does not
+    load the layer on this path. ``ERROR``: it raises. ``UNKNOWN``: the rules do not cover it.
     """
 
     outcome: Outcome

@@ -11,10 +11,10 @@ def workflow_commands(found: Inspection, required: Sequence[str]) -> list[str]:
     """Return workflow commands: errors for what is broken and for required targets that do not fuse, warnings for conflicts."""
     lines = [_command("error", p.code, str(p)) for p in (*found.problems, *(found.contradictions if required else ()))]
     for answer in found.failing(required):
-        for reason in answer.objections:
+        for reason in answer.model.reasons:
             lines.append(_command("error", f"{answer.name} does not fuse", f"{reason.code}: {reason.message}"))
     lines += [_command("warning", p.code, str(p)) for p in (*found.unsupported, *found.conflicts)]
-    doubted = (a for a in found.answers if a.name in required and a.safe)
+    doubted = (a for a in found.answers if a.name in required and a.fused)
     lines += [_command("warning", f"{a.name}: {n.code}", n.message) for a in doubted for n in a.notes]
     return lines
 

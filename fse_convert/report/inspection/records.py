@@ -158,7 +158,7 @@ def inspection_record(found: Inspection, required: Sequence[str]) -> InspectionR
         layers=[_layer(d) for d in description.layers],
         seen=[fill(SeenRecord, s, dtype=s.example.dtype, shape=s.example.shape) for s in description.seen],
         targets=[_target(a, description) for a in found.answers],
-        required=[RequiredRecord(target=a.name, fused=a.fused, passed=a.safe) for a in found.answers if a.name in required],
+        required=[RequiredRecord(target=a.name, fused=a.fused, passed=a.fused) for a in found.answers if a.name in required],
         costs=_costs(found.costs) if found.costs else None,
         advice=AdviceRecord(sentences=found.advice.sentences, command=found.advice.command or None),
     )

@@ -271,6 +271,6 @@ def complaints(found: Inspection, required: Sequence[str]) -> list[str]:
     problems = (*found.problems, *(found.contradictions if required else ()))
     lines = [line for problem in problems for line in problem_lines(problem)]
     for answer in found.failing(required):
-        reasons = "; ".join(f"{r.code}: {r.message}" for r in answer.objections)
+        reasons = "; ".join(f"{r.code}: {r.message}" for r in answer.model.reasons)
         lines.append(f"error[not-fused]: {answer.name} does not fuse every layer: {reasons}")
     return lines
