@@ -21,7 +21,7 @@ from fse_convert.servers.scales import with_scales
 from fse_convert.servers.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import TARGETS, Target
-from fse_convert.servers.verdict import Outcome, Reason, Verdict, whole
+from fse_convert.servers.verdict import Outcome, Reason, Verdict, not_understood, whole
 
 
 class Question(str, Enum):
@@ -84,6 +84,10 @@ def judge(checkpoint: Subject) -> tuple[Answer, ...]:
 
 
 def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
+    if not checkpoint.description.layers:
+        question = {Target: Question.NATIVE, AiterTarget: Question.AITER, SlotTarget: Question.SLOTS}[type(target)]
+        unknown = checkpoint.description.unknown
+        return _put_together(target, question, (), not_understood((unknown,)) if unknown else whole(()))
     if isinstance(target, Target):
         return _native(checkpoint, target)
     if isinstance(target, AiterTarget):

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from fse_convert.plan.advice import advise
-from fse_convert.plan.plan import Options
 from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, judge, whole
 from fse_convert.servers.scales import Scales
 from fse_convert.servers.subject import Subject
-from fse_convert.servers.targets import find_target
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
-from fse_convert.testing.memory import PROJ, Model, Tensors, expert, plans_of, subject_of
-from tests.releases import NEWEST
+from fse_convert.testing.memory import PROJ, Model, Tensors, expert, subject_of
 
 QUARK_FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}, "input_tensors": {"dtype": "fp4"}}
 MTP_FP8 = {"re:mtp\\.0\\.ffn\\.shared_experts\\..*": {"weight": {"dtype": "fp8_e4m3"}}}
@@ -230,91 +225,14 @@ def test_the_whole_is_the_worst_of_its_layers_with_every_reason() -> None:
     assert whole(()).reasons[0].code == "no-moe-layers"
 
 
-V41: dict[str, Any] = {"model_type": "deepseek_v41"}
-NONE = f"No server release that is known here fuses this checkpoint as it is; {NEWEST.title}: "
-RUNS = "(MegaMoE refuses this width; padded it runs, the shared expert beside it)."
-OLD = "SGLang 0.5.20, 0.5.21, 0.5.22 and TensorRT-LLM"
-PAD = "fse-convert CHECKPOINT OUT --target megamoe-512"
-
-
-@pytest.mark.parametrize(
-    ("model", "sentences", "command"),
-    [
-        (
-            Model(hidden=5120, width=2304, config=V41),
-            [
-                "vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as it is.",
-                f"Pad only for vLLM 0.30 (fusion turns on), or for SGLang 0.5.21 and TensorRT-LLM {RUNS}",
-            ],
-            PAD,
-        ),
-        (
-            Model(hidden=5120, width=2560, config=V41),
-            ["vLLM >= 0.30 and SGLang >= 0.5.23 fuse this checkpoint as it is."],
-            "",
-        ),
-        (
-            Model(hidden=4096, width=2048, shared="fp8-128"),
-            ["vLLM >= 0.29 and SGLang >= 0.5.22 fuse this checkpoint as it is."],
-            "",
-        ),
-        (
-            Model(hidden=4096, width=2016),
-            [
-                f"{NONE}routed width 2016 is no multiple of 128: MegaMoE is refused.",
-                f"Padding helps vLLM >= 0.29 and SGLang >= 0.5.23 (fusion turns on), and {OLD} {RUNS}",
-            ],
-            PAD,
-        ),
-        (
-            Model(hidden=4096, width=2048, shared="bf16"),
-            [f"{NONE}the shared expert is BF16; beside MXFP4 experts the launch takes fp8-block with E8M0 scales."],
-            "",
-        ),
-    ],
-    ids=["v4.1", "v4.1 padded", "v4", "odd width", "bf16 shared"],
-)
-def test_advice(model: Model, sentences: list[str], command: str) -> None:
-    about = model.subject()
-    found = advise(about, judge(about), plans_of(about, model.tensors()))
-    assert list(found.sentences) == sentences
-    assert found.command == command
-
-
-def test_advice_for_a_model_that_no_server_runs_with_megamoe() -> None:
-    about = subject_of({"model_type": "glm4_moe", "num_hidden_layers": 2}, _v3_tensors())
-    found = advise(about, judge(about), plans_of(about, _v3_tensors()))
-    assert found.sentences == ("No server release that is known here has a MegaMoE path for this model.",)
-    assert advise(about, (), plans_of(about, {})).sentences == ()
-
-
-@pytest.mark.parametrize("width", [2304, 2176])
-def test_a_command_is_advised_only_if_it_runs(width: int) -> None:
-    """NVFP4 experts beside MXFP4 ones in the drafter: only the drafter fits the kernel, so the plain command would refuse."""
-    model = Model(hidden=512, width=width, routed="nvfp4")
-    tensors = model.tensors()
-    for e in range(model.experts):
-        tensors = {n: t for n, t in tensors.items() if not n.startswith(f"mtp.0.ffn.experts.{e}.")}
-        tensors |= expert(f"mtp.0.ffn.experts.{e}", "mxfp4", width, 512)
-    about = subject_of(model.full_config(), tensors)
-    plans = plans_of(about, tensors)
-    target = find_target("megamoe-512")
-    assert target is not None
-    assert plans(Options(target)) is None
-    found = advise(about, judge(about), plans)
-    assert found.command == "fse-convert CHECKPOINT OUT --target megamoe-512 --allow-unfused"
-    assert plans(Options(target, allow_unfused=True)) is not None
-
-
-def test_nothing_is_advised_that_would_refuse() -> None:
-    about = Model(width=384, routed="nvfp4").subject()
-    found = advise(about, judge(about), lambda _: None)
-    assert (found.command, found.gain) == ("", None)
-    assert len(found.sentences) == 1
-
-
-def test_nvfp4_that_the_server_takes_as_it_is_needs_no_padding() -> None:
-    """2304 is a multiple of 256, which is what SGLang asks of NVFP4, though not of the kernel's 512."""
-    model = Model(hidden=512, width=2304, routed="nvfp4", mtp=0)
-    about = model.subject()
-    assert advise(about, judge(about), plans_of(about, model.tensors())).command == ""
+def test_what_is_not_understood_is_unknown_and_a_dense_model_is_not() -> None:
+    dense = {"model.layers.0.mlp.gate_proj.weight": ("BF16", (4, 4))}
+    strays: Tensors = {f"odd.{name}": info for name, info in _v3_tensors().items()}
+    for config, tensors, expected in (
+        ({"model_type": "deepseek_v3"}, dense, (Outcome.UNFUSED, "no-moe-layers")),
+        ({"model_type": "newcomer"}, _v3_tensors(), (Outcome.UNKNOWN, "family-unknown")),
+        ({}, {}, (Outcome.UNKNOWN, "family-unknown")),
+    ):
+        assert {(a.model.outcome, a.model.reasons[0].code) for a in judge(subject_of(config, tensors))} == {expected}
+    if subject_of({"model_type": "deepseek_v3"}, strays).description.outside:
+        assert {a.model.outcome for a in judge(subject_of({"model_type": "deepseek_v3"}, strays))} == {Outcome.UNKNOWN}
