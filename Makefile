@@ -53,7 +53,7 @@ peers: $(VENV)/dev ## the published vLLM, SGLang and DeepGEMM code against ours,
 gpu-check: $(VENV)/dev ## what needs a CUDA device; says what it needs when there is none
 	$(PYTEST) -m gpu -rs
 
-docs: $(VENV)/dev ## docs/targets.md from the data, docs/inspect.svg from a real run
+docs: $(VENV)/dev ## docs/targets.md and docs/codes.md from the data, docs/inspect.svg from a real run
 	$(BIN)/python docs/make.py
 
 bench: $(VENV)/dev ## conversion against cp, proof against cat, memory by workers, planning; needs about 40 GB in the temporary folder

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the pages that come from the program itself: docs/targets.md, and docs/inspect.svg from a real run.
+"""Makes the pages that come from the program itself: docs/targets.md, docs/codes.md, and docs/inspect.svg from a real run.
 
 python docs/make.py [CHECKPOINT]     without one, a DeepSeek-V4.1-shaped checkpoint is made for the screen
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from fse_convert.codes import Kind, all_codes
 from fse_convert.model.formats import StorageKind
 from fse_convert.servers.aiter.question import AITER_TARGETS
 from fse_convert.servers.judge import Question
@@ -32,6 +33,14 @@ HEAD = """# Targets
 
 What `--target`, `inspect --target` and `--require` know, each row with the release and file that it was read from.
 This file is made from the program's own data by `make docs`; edit the rows in `fse_convert/servers/`, not this file.
+"""
+
+CODES_HEAD = """# Codes
+
+What the program says has a code that stays: `error[...]`, `note[...]` and `mismatch[...]` in the terminal, `code` in JSON.
+`fse-convert explain CODE` prints the same as this page. A code stands under the kind in which it is most frequent.
+The problems of a checkpoint that stop `convert` are what `inspect` lists, and what `verify` reports of an output as mismatches.
+This file is made by `make docs` from `fse_convert/codes.txt`.
 """
 
 
@@ -55,6 +64,19 @@ def example(folder: Path) -> Path:
 def targets_markdown() -> str:
     """Return the page: contracts, servers by their rules, and the two questions that only `inspect` asks."""
     return "\n".join((HEAD, *_contracts(), *_servers(), *_rules(), *_others())) + "\n"
+
+
+def codes_markdown() -> str:
+    """Return the page: every code by kind, what it means, and the way out."""
+    return "\n".join((CODES_HEAD, *_codes())) + "\n"
+
+
+def _codes() -> Iterator[str]:
+    for kind in Kind:
+        yield f"## {kind.heading}\n"
+        codes = [c for c in all_codes().values() if c.kinds[0] is kind]
+        head = ("code", "also a", "meaning", "way out")
+        yield from _table(head, ((f"`{c.name}`", ", ".join(k.value for k in c.kinds[1:]), c.meaning, c.way_out) for c in codes))
 
 
 def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
@@ -151,7 +173,8 @@ def _others() -> Iterator[str]:
 
 
 def main() -> None:
-    """Write both."""
+    """Write all."""
+    (DOCS / "codes.md").write_text(codes_markdown(), encoding="utf-8")
     (DOCS / "targets.md").write_text(targets_markdown(), encoding="utf-8")
     with tempfile.TemporaryDirectory() as work:
         checkpoint = Path(sys.argv[1]) if len(sys.argv) > 1 else example(Path(work))

@@ -16,8 +16,9 @@ from fse_convert.plan.costs import Serving
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.progress import Observer, ignore
 from fse_convert.restoration import Restoration, Restored
-from fse_convert.servers.judge import ALL_TARGETS
-from fse_convert.servers.targets import TARGETS, Target, find_or_suggest
+from fse_convert.servers.judge import ALL_TARGETS, find_convertible
+from fse_convert.servers.naming import find_named
+from fse_convert.servers.targets import Target
 from fse_convert.verification.findings import Level, Sample
 from fse_convert.verification.proof import Check, Proof
 from fse_convert.verification.proof import verify as verify_output
@@ -47,7 +48,7 @@ StrPath = str | os.PathLike[str]
 
 def target(name: str) -> Target:
     """Return the kernel contract or server release of that name, as ``fse-convert targets`` lists them. Raises UsageError."""
-    return find_or_suggest(name, TARGETS)
+    return find_convertible(name)
 
 
 def inspect(checkpoint: StrPath, *, tp: int = 1, ep: int = 8, targets: Iterable[str] = (), thorough: bool = False) -> Inspection:
@@ -58,7 +59,7 @@ def inspect(checkpoint: StrPath, *, tp: int = 1, ep: int = 8, targets: Iterable[
     Raises UsageError, InvalidCheckpoint when there is no such folder, EnvironmentFailure.
     """
     address = os.fspath(checkpoint)
-    names = frozenset(find_or_suggest(name, ALL_TARGETS).name for name in targets)
+    names = frozenset(find_named(name, ALL_TARGETS).name for name in targets)
     with environment(address):
         return inspect_folder(open_folder(address), Serving(tp, ep), names, thorough=thorough)
 
@@ -91,11 +92,13 @@ def verify(
     level: Level | None = None,
     sample: int | None = None,
     device: str = "auto",
+    strict: bool = False,
     observe: Observer = ignore,
 ) -> Proof:
     """Prove an output again, against its source or, without one, against the digests in its own manifest.
 
     ``level``: as far as there is something to run on by default. ``sample``: look at so many tensors, chosen at random.
+    ``strict``: also fail for a model card, a licence or a picture that was added or edited since.
     Raises InvalidCheckpoint when ``out`` is not an output or the source is broken, EnvironmentFailure. A mismatch is not
     raised: see `Proof.failed` and `Proof.exit_code`.
     """
@@ -105,13 +108,18 @@ def verify(
         level=level,
         sample=None if sample is None else Sample(sample),
         device=device,
+        strict=strict,
     )
     return verify_output(check, observe)
 
 
-def restore(out: StrPath, original: StrPath, *, link: Link = Link.AUTO, observe: Observer = ignore) -> Restored:
+def restore(
+    out: StrPath, original: StrPath, *, link: Link = Link.AUTO, strict: bool = False, observe: Observer = ignore
+) -> Restored:
     """Give the source of an output back, bit for bit, without needing it.
+
+    A model card, a licence or a picture that was added or edited since the conversion comes as it is now, unless ``strict``.
 
     Raises InvalidCheckpoint when ``out`` is not an output, VerificationFailure when it is damaged, UsageError, EnvironmentFailure.
     """
-    return Restoration(Path(out), Path(original), link).run(observe)
+    return Restoration(Path(out), Path(original), link, strict=strict).run(observe)

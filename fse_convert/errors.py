@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+FEWER = "fewer --workers, or raise the limit: that of the shell (ulimit), of the container or of the job"
 SHOWN = 8
 """How many names of a long list a message spells out."""
 
@@ -79,6 +80,12 @@ class EnvironmentFailure(FseConvertError):
     exit_code = ExitCode.ENVIRONMENT
 
 
+class ServerRefuses(FseConvertError):
+    """The server that was named would not run what the conversion would write."""
+
+    exit_code = ExitCode.NO
+
+
 class VerificationFailure(FseConvertError):
     """The output is not what the source demands; nothing was published."""
 
@@ -113,14 +120,46 @@ class Bug(FseConvertError):
 def environment(where: Path | str) -> Iterator[None]:
     """Turn what the machine refuses into an EnvironmentFailure that says what to do; ``where`` names it if the error does not."""
     try:
-        yield
+        with limits():
+            yield
     except EOFError as e:
         message = f"a file became shorter while it was read: {e}"
-        raise EnvironmentFailure(Problem("source-changed", message, str(where), "is something still writing the source?")) from e
+        raise EnvironmentFailure(Problem("source-changed", message, str(where), "is something still writing it?")) from e
     except OSError as e:
         code, hint = ERRNO_HINTS.get(e.errno or 0, ("io-error", "see the system log; the source was not changed"))
         name = os.fsdecode(e.filename) if e.filename else str(where)
         raise EnvironmentFailure(Problem(code, e.strerror or str(e), name, hint)) from e
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """Turn running out of memory or threads, and a torch that cannot be loaded, into an EnvironmentFailure that says what to do."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, MemoryError) or "can't allocate memory" in str(e):  # torch's way to say it
+            raise EnvironmentFailure(Problem("out-of-memory", "this process may not take more memory", hint=FEWER)) from e
+        if str(e) == "can't start new thread":
+            raise EnvironmentFailure(Problem("too-many-threads", "this process may not start more threads", hint=FEWER)) from e
+        raise
+    except ImportError as e:
+        if (e.name or "").startswith("fse_convert"):
+            raise
+        message = f"a library cannot be loaded: {str(e).strip().splitlines()[-1]}"
+        hint = "raise the limit of memory if there is one (ulimit -v), else install the library again"
+        raise EnvironmentFailure(Problem("import-failed", message, e.name or "", hint)) from e
+
+
+@contextmanager
+def naming(file: Path | int) -> Iterator[None]:
+    """Put a file's name, given by path or descriptor, into errors of calls that know the descriptor alone."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is None:
+            with suppress(OSError):
+                e.filename = str(Path(f"/proc/self/fd/{file}").readlink() if isinstance(file, int) else file)
+        raise
 
 
 ERRNO_HINTS = {
@@ -129,11 +168,19 @@ ERRNO_HINTS = {
     errno.EACCES: ("permission", "check the permissions of this path"),
     errno.EPERM: ("permission", "check the permissions of this path"),
     errno.EROFS: ("permission", "the file system is read-only: write elsewhere"),
+    errno.ENOMEM: ("out-of-memory", FEWER),
     errno.EMFILE: ("too-many-files", "raise the limit: ulimit -n"),
     errno.ENFILE: ("too-many-files", "the system has too many open files"),
     errno.ENAMETOOLONG: ("name-too-long", "choose a shorter output path"),
     errno.ENOLCK: ("no-locks", "the file system cannot lock files: write the output to one that can"),
     errno.EIO: ("io-error", "the disk reported an error: check it before trying again"),
+    errno.EFBIG: (
+        "file-too-large",
+        "no file may be this large: raise the limit (ulimit -f), or write to another file system",
+    ),
+    errno.ESTALE: ("io-error", "another machine removed or replaced this on a network file system: see what does, then try again"),
+    errno.ETIMEDOUT: ("io-error", "the network file system does not answer: try again when it does"),
+    errno.EBUSY: ("io-error", "something uses it, a mount for one: unmount or stop that, then try again"),
 }
 """Code and hint by errno."""
 

@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
+from fse_convert.checkpoint.names import CONFIG, QUANT_CONFIG
 from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, read_checkpoint
 from fse_convert.errors import ExitCode, Problem, folded
 from fse_convert.model.consistency import LOAD_CONFLICTS
-from fse_convert.model.describe import kernel_tensors
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.costs import Costs, Serving, costs
-from fse_convert.plan.plan import Options
-from fse_convert.plan.planner import needed_width, planner
+from fse_convert.plan.planner import planner
 from fse_convert.plan.source import Source, describe_source, read_scales
-from fse_convert.servers.judge import Answer, Subject, judge
+from fse_convert.plan.widths import contract_widths
+from fse_convert.servers.judge import Answer, judge
 from fse_convert.servers.scales import UNREAD, Scales
-from fse_convert.servers.targets import CONTRACTS, find_target
-from fse_convert.servers.verdict import Outcome, Verdict, because
+from fse_convert.servers.subject import Subject
+from fse_convert.servers.verdict import Outcome, Verdict, because, not_understood
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Inspection:
         return tuple(a for a in self.answers if a.name in wanted and not a.fused)
 
     def exit_code(self, required: Iterable[str]) -> ExitCode:
-        """Return 3 for a broken checkpoint, 1 when a required target does not fuse, else 0."""
+        """Return 3 for a broken checkpoint; with required targets 1 unless all fuse it and all of it is understood; else 0."""
         if self.problems:
             return ExitCode.INVALID
         return ExitCode.NO if self.failing(required) else ExitCode.OK
@@ -78,8 +78,9 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     widths = contract_widths(description, serving.tp)
     problems = _layer_problems(reading, description)
     broken = folded((*reading.problems, *(p for p in problems if p.code not in NOT_UNDERSTOOD)))
-    conflicts = tuple(dict.fromkeys((*description.conflicts, *source.quantization.conflicts)))
-    answers = tuple(_settled(a, broken, conflicts) for a in judge(about))
+    unsupported = folded(p for p in problems if p.code in NOT_UNDERSTOOD)
+    conflicts = description.conflicts if {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread) else ()
+    answers = tuple(_settled(a, broken, unsupported, conflicts) for a in judge(about))
     return Inspection(
         checkpoint,
         about,
@@ -94,14 +95,16 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     )
 
 
-def _settled(answer: Answer, broken: Sequence[Problem], conflicts: Sequence[Problem]) -> Answer:
-    """Withdraw a yes to a checkpoint that is broken, or that a server which believes its config cannot load."""
+def _settled(answer: Answer, broken: Sequence[Problem], unsupported: Sequence[Problem], conflicts: Sequence[Problem]) -> Answer:
+    """Withdraw a yes to a checkpoint that is broken or not understood, or that a server which believes its config cannot load."""
     unloadable = tuple(Problem(c.code, str(c), hint=c.hint) for c in conflicts if c.code in LOAD_CONFLICTS)
     if broken:
         message = "the checkpoint is broken: what a server makes of it is known once it is mended"
         doubt = because(Outcome.UNKNOWN, "checkpoint-broken", message, "mend what the errors name")
-    elif unloadable or (answer.fused and answer.objections):
-        doubt = Verdict(Outcome.UNSAFE, unloadable or answer.objections)
+    elif unsupported:
+        doubt = not_understood(unsupported)
+    elif unloadable:
+        doubt = Verdict(Outcome.UNSAFE, unloadable)
     else:
         return answer
     model = doubt if answer.fused or (broken and not answer.layers) else answer.model
@@ -127,16 +130,10 @@ def open_folder(address: str) -> Folder:
     return LocalFolder(Path(address))
 
 
-def contract_widths(description: Description, tp: int) -> dict[str, int]:
-    """Return the width of one expert that each kernel contract needs of this checkpoint; empty where experts have no one width."""
-    if len(description.widths) != 1:
-        return {}
-    targets = ((name, find_target(name)) for name in CONTRACTS)
-    return {name: needed_width(description, Options(t, tp=tp), description.widths[0]) for name, t in targets if t}
-
-
 def _layer_problems(reading: PartialCheckpoint, description: Description) -> tuple[Problem, ...]:
-    """Return the problems of layers, but for what is missing there only because a whole shard is."""
+    """Return the problems of layers, but for what is missing there only because a whole shard or the config is."""
+    if CONFIG in reading.unread:
+        return ()
     shards = {name[:dot] for name in reading.absent or () for dot in _dots(name)}
     found = [
         p
@@ -144,14 +141,9 @@ def _layer_problems(reading: PartialCheckpoint, description: Description) -> tup
         for p in d.problems
         if not (p.code.endswith("-missing") and (reading.absent is None or d.layer.name in shards))
     ]
-    found += description.outside
     if reading.absent == ():
         found += description.gaps
-    kernel = kernel_tensors(reading.checkpoint.tensors)
-    if kernel:
-        hint = "convert the original checkpoint"
-        found.append(Problem("already-converted", "tensors in the kernel layout among the shards", kernel[0], hint))
-    return tuple(found)
+    return (*found, *description.outside)
 
 
 def _dots(name: str) -> Iterator[int]:

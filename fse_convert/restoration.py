@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,43 +17,55 @@ from pathlib import Path
 import xxhash
 
 from fse_convert.checkpoint.encoding import sha256
-from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo
+from fse_convert.checkpoint.kinds import is_editable
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.reader import Shard, read_checkpoint
-from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment, some
-from fse_convert.output.copying import Link, carry, read_into, write_all
-from fse_convert.output.digests import file_sha256
-from fse_convert.output.staging import Staging, check_output, check_space, check_staged, stage
+from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment, naming, some
+from fse_convert.output.copying import SHARED, Link, carry, new_file, read_into, way, write_all
+from fse_convert.output.digests import file_sha256, file_xxh3_128
+from fse_convert.output.lock import staging_lost
+from fse_convert.output.staging import Staging, check_output, check_space, check_staged, existing_home, reading, stage
 from fse_convert.progress import Event, Observer
-from fse_convert.sidecar.manifest import read_manifest
+from fse_convert.sidecar.manifest import FETCH_AGAIN, read_manifest
 from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
 
 CHUNK = 8 << 20
 """Bytes that are read at once."""
+UNLIKE = "what is read back is not what was written"
+EDITED = "edited since the conversion"
+"""How a file was restored that is not the original's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was restored: how each file came to be, how many tensors lost padding, and whether there were digests to compare."""
+    """What was restored: how each file came to be, how many tensors lost padding, and whether there were digests to compare.
+
+    ``edited``: files that are not the original's, since they were added, edited or removed once the output was published.
+    """
 
     files: dict[str, str]
     bytes: int
     tensors: int
     unpadded: int
     digests: bool
+    edited: tuple[str, ...] = ()
 
 
 class Restoration:
     """A restoration that can run: the output is opened, and the place of the original is free.
 
+    ``strict``: refuse an output whose model card, licences or pictures were edited, which are restored as they are otherwise.
     Raises InvalidCheckpoint when ``out`` is not an output of this tool, VerificationFailure when it is damaged, UsageError
     when ``original`` exists, EnvironmentFailure.
     """
 
-    def __init__(self, out: Path, original: Path, link: Link) -> None:
+    def __init__(self, out: Path, original: Path, link: Link, *, strict: bool = False) -> None:
         check_output(out, original, overwrite=False, replaceable=False)
-        self.original, self.link = original, link
+        self.original, self.link, self.strict = original, link, strict
+        self.staged: dict[str, Stamp] = {}
+        self.edited: set[str] = set()
         self.folder = LocalFolder(out)
         with environment(original):
             self.manifest = read_manifest(self.folder)
@@ -62,7 +73,9 @@ class Restoration:
         if opened.problems:
             raise InvalidCheckpoint(*opened.problems)
         self.checkpoint = opened.checkpoint
-        self.others = [n for n in self.checkpoint.others if not n.startswith(f"{SIDECAR}/")]
+        beside = {*self.checkpoint.others, *(self.manifest.files or ())} & self.folder.files.keys()
+        parts = {CONFIG, INDEX, *self.manifest.source.shards}
+        self.others = sorted(n for n in beside - parts if not n.startswith(f"{SIDECAR}/"))
 
     def workload(self) -> tuple[int, int]:
         """Return the bytes of tensors that are read, and how often a file is finished: for progress."""
@@ -75,8 +88,8 @@ class Restoration:
         """
         source = self.manifest.source
         with environment(self.original):
-            check_space(self.original, sum(s.size for s in source.shards.values()) + sum(self.folder.files[n] for n in self.others))
-            with stage(self.original) as staging:
+            check_space(self.original, self._room())
+            with stage(self.original) as staging, reading(self.folder):
                 self._check_complete()
                 files = {shard.name: self._restore_shard(shard, staging, observe) for shard in self.checkpoint.shards}
                 files[CONFIG] = self._restore_text(CONFIG, config_candidates(self.checkpoint.config, self.manifest.edits), staging)
@@ -84,32 +97,36 @@ class Restoration:
                     candidates = index_candidates(json.loads(self.folder.read(INDEX)), *self._totals())
                     files[INDEX] = self._restore_text(INDEX, candidates, staging)
                 files |= {name: self._restore_other(name, staging) for name in self.others}
-                staged = LocalFolder(staging.folder)
-                sizes = {n: self._source_size(n, staged) for n in files}  # from here on, none may change
-                staging.publish(lambda: self._check_undisturbed(staged, sizes))
+                staging.publish(lambda: self._check_undisturbed(staging))
         return Restored(
             files=files,
-            bytes=sum(sizes.values()),
+            bytes=sum(stamp.size for stamp in self.staged.values()),
             tensors=len(self.checkpoint.tensors),
             unpadded=len(self.manifest.padded.keys() & self.checkpoint.tensors.keys()),
             digests=self.manifest.tensors is not None,
+            edited=tuple(sorted(self.edited)),
         )
 
-    def _source_size(self, name: str, staged: LocalFolder) -> int:
-        """Return the bytes that a file of the original has: of config and index only what was written tells."""
-        if name in self.manifest.source.shards:
-            return self.manifest.source.shards[name].size
-        return self.folder.files[name] if name in self.others else staged.files.get(name, -1)
+    def _room(self) -> int:
+        """Return the bytes that the original takes; a shard without padding may share those of the output. Raises OSError."""
+        shards = self.checkpoint.shards
+        shared = way(self.folder.path(shards[0].name), existing_home(self.original), self.link) in SHARED
+        free = {s.name for s in shards if shared and not self._is_padded(s)}
+        sizes = {name: identity.size for name, identity in self.manifest.source.shards.items()}
+        return sum(n for name, n in sizes.items() if name not in free) + sum(self.folder.files[n] for n in self.others)
 
-    def _check_undisturbed(self, staged: LocalFolder, sizes: Mapping[str, int]) -> None:
+    def _check_undisturbed(self, staging: Staging) -> None:
         """Refuse to publish when the output that is read changed, or what is staged. Raises EnvironmentFailure, OSError."""
         self.folder.check_all()
-        check_staged(staged, sizes)
+        staged = LocalFolder(staging.folder)
+        check_staged(staged, staged.stamps, self.staged)
 
     def _check_complete(self) -> None:
         """Refuse an output that lacks a file of the original, or of which no digest says what its links must lead to."""
         expected = {*self.manifest.source.shards, *self.manifest.source.files, *(self.manifest.files or ())}
         missing = sorted(n for n in expected if n not in self.folder.files and not n.startswith(f"{SIDECAR}/"))
+        self.edited.update(n for n in missing if self._may_differ(n))
+        missing = [n for n in missing if not self._may_differ(n)]
         if missing:
             raise _unlike("file-missing", some(missing), "the manifest names files that are not there")
         if self.manifest.tensors is None:  # any file of the machine would be copied
@@ -137,46 +154,63 @@ class Restoration:
         if identity is None:
             raise _unlike("shard-unknown", shard.name, "the manifest does not list this shard")
         target = staging.path(shard.name)
-        padded = any(t.name in self.manifest.padded for t in shard.header.tensors)
-        header = self.folder.read(shard.name, 0, shard.header.data_start)
-        if padded:
+        if self._is_padded(shard):
             tensors = [(t.name, t.dtype, self._source_shape(t)) for t in shard.header.tensors]
-            candidates = header_candidates(tensors, shard.header.metadata)
-            header = self._derive(shard.name, identity.header_sha256, candidates)
+            header = self._derive(shard.name, identity.header_sha256, header_candidates(tensors, shard.header.metadata))
+            written = xxhash.xxh3_128(header)
+            with new_file(target) as out:
+                write_all(out, header)
+                for kept in self._checked(shard, self.folder.path(shard.name), observe):
+                    written.update(kept)
+                    write_all(out, kept)
+            if file_xxh3_128(self._staged(shard.name, staging)) != written.hexdigest():
+                raise staging_lost(UNLIKE, target)
             how = "padding removed"
-        elif sha256(header) != identity.header_sha256:
-            raise _unlike("header-unlike", shard.name, "its header is not the original's, though nothing in it was padded")
         else:
-            how = carry(self.folder.path(shard.name), target, self.link)
-        self._read_tensors(shard, observe, target if padded else None, header)
-        size = target.stat().st_size
+            how = self._carry(shard.name, staging)
+            with naming(target), target.open("rb") as f:
+                if sha256(f.read(shard.header.data_start)) != identity.header_sha256:
+                    raise _unlike("header-unlike", shard.name, "its header is not the original's, though nothing in it was padded")
+            for _ in self._checked(shard, target, observe):
+                pass
+        size = self.staged[shard.name].size
         if size != identity.size:
             raise _unlike("shard-size", shard.name, f"the original has {identity.size} bytes, what was restored has {size}")
         observe(Event(shard.name, done=True, how="read back"))
         return how
 
-    def _read_tensors(self, shard: Shard, observe: Observer, target: Path | None, header: bytes) -> None:
-        """Read every tensor of a shard and compare its digest; write ``header`` and what is not padding to ``target``, if given."""
-        with ExitStack() as descriptors:
-            source = os.open(self.folder.path(shard.name), os.O_RDONLY | os.O_CLOEXEC)
-            descriptors.callback(os.close, source)
-            if target is not None:
-                out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                descriptors.callback(os.close, out)
-                write_all(out, header)
+    def _carry(self, name: str, staging: Staging) -> str:
+        """Carry a file over; return how. Where the manifest has no digests, what came is compared with what was carried."""
+        how = carry(self.folder.path(name), staging.path(name), self.link)
+        staged = self._staged(name, staging)
+        if self.manifest.tensors is None and file_xxh3_128(staged) != file_xxh3_128(self.folder.path(name)):
+            raise staging_lost(UNLIKE, staged)
+        return how
+
+    def _is_padded(self, shard: Shard) -> bool:
+        return any(t.name in self.manifest.padded for t in shard.header.tensors)
+
+    def _staged(self, name: str, staging: Staging) -> Path:
+        """Return the path of a staged file that is to be read back: it may not change from here on."""
+        self.staged[name] = staging.stamp(name)
+        return staging.folder / name
+
+    def _checked(self, shard: Shard, path: Path, observe: Observer) -> Iterator[memoryview | bytearray]:
+        """Read every tensor of a shard that lies at ``path`` and compare its digest; yield what of it is not padding."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
             for t in shard.header.tensors:
                 digest = xxhash.xxh3_128()
-                for piece, kept in self._pieces(shard, t, source):
+                for piece, kept in self._pieces(shard, t, fd):
                     digest.update(piece)
-                    if target is not None:
-                        write_all(out, kept)
+                    yield kept
                     observe(Event(shard.name, len(piece), how="read back"))
                 listed = self.manifest.tensors.get(t.name) if self.manifest.tensors is not None else digest.hexdigest()
                 if listed != digest.hexdigest():
                     message = f"its XXH3-128 is {digest.hexdigest()}, in the manifest {listed}"
                     raise _unlike("tensor-damaged", f"{shard.name}: {t.name}", message)
-            if target is not None:
-                os.fsync(out)
+        finally:
+            os.close(fd)
 
     def _pieces(self, shard: Shard, t: TensorInfo, fd: int) -> Iterator[tuple[memoryview, memoryview | bytearray]]:
         """Read a tensor in pieces; yield each as stored, and what of it is not padding."""
@@ -208,16 +242,24 @@ class Restoration:
         raw, digest = self.folder.read(name), self.manifest.source.files[name]
         same = sha256(raw) == digest
         staging.write(name, raw if same else self._derive(name, digest, candidates))
+        if file_sha256(self._staged(name, staging)) != digest:
+            raise staging_lost(UNLIKE, staging.folder / name)
         return "as it was" if same else "edits undone"
 
     def _restore_other(self, name: str, staging: Staging) -> str:
         """Carry over any other file and compare its digest; return how."""
-        how = carry(self.folder.path(name), staging.path(name), self.link)
+        how = self._carry(name, staging)
         if self.manifest.files is not None:
             listed = self.manifest.files.get(name)
-            if listed is None or listed.sha256 != file_sha256(self.folder.path(name)):
-                raise _unlike("file-damaged", name, "its SHA-256 is not the one in the manifest")
+            if listed is None or listed.sha256 != file_sha256(staging.folder / name):
+                if not self._may_differ(name):
+                    raise _unlike("file-damaged", name, "its SHA-256 is not the one in the manifest")
+                self.edited.add(name)
+                return EDITED
         return how
+
+    def _may_differ(self, name: str) -> bool:
+        return not self.strict and is_editable(name)
 
 
 def _tiles(rows: int, row: int) -> Iterator[tuple[int, int, int]]:
@@ -250,4 +292,4 @@ def _cut(rows: memoryview, row_bytes: int, keep: int) -> memoryview | bytearray:
 
 
 def _unlike(code: str, where: str, message: str) -> VerificationFailure:
-    return VerificationFailure(Problem(code, message, where, "fetch the output again: fse-convert verify OUT says what is damaged"))
+    return VerificationFailure(Problem(code, message, where, f"{FETCH_AGAIN}; fse-convert verify OUT says what else is damaged"))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib import import_module
 from threading import Lock, Thread
+from types import ModuleType
 
 _lock = Lock()
+_beside: Future[ModuleType] | None = None
 _users = 0
 _before = 0
 
@@ -17,8 +20,11 @@ def one_torch_thread() -> Iterator[None]:
     """Keep torch on one thread while any caller, on any thread, is inside.
 
     Files and layers have threads already, and copying rows of a kilobyte is not work for a pool: waiting for its threads
-    makes it up to 30 times slower on a busy machine.
+    makes it up to 30 times slower on a busy machine. Raises what `import_beside` ended with: a second import of what failed
+    half-way says something else.
     """
+    if _beside:
+        _beside.result()
     import torch
 
     global _users, _before  # noqa: PLW0603 - torch's setting is one for the process, and so is the count of who needs it
@@ -38,11 +44,13 @@ def one_torch_thread() -> Iterator[None]:
 
 def import_beside(module: str) -> None:
     """Start to import a module on a thread: torch takes a second, in which files can be copied."""
+    global _beside  # noqa: PLW0603 - a process imports a module once
+    _beside = done = Future[ModuleType]()
 
     def load() -> None:
         try:
-            import_module(module)
-        except Exception:  # noqa: BLE001 - whoever needs it imports it again, and sees why
-            return
+            done.set_result(import_module(module))
+        except BaseException as e:  # noqa: BLE001 - raised where it is needed
+            done.set_exception(e)
 
     Thread(target=load, daemon=True).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable
 from enum import Enum
@@ -14,10 +15,51 @@ from typing import Any
 
 import pytest
 
+from fse_convert.codes import all_codes
+from fse_convert.errors import Problem
 from fse_convert.testing.checkpoints import make_checkpoint
+from fse_convert.verification.findings import Mismatch
 
 SMALL = {"hidden": 512, "width": 384, "layers": 2, "experts": 3, "vocab": 64}
 """Small enough for a test of milliseconds; 384 is no multiple of 512 but one of 128, as 2304 is."""
+
+CODES: set[str] = set()
+"""Codes that the package made in this process, and in its workers."""
+ELSEWHERE = {"output-lost", "output-mounted", "reload-unsupported"}
+"""Codes that tests see in processes of their own, inside vLLM, or where something is mounted."""
+
+
+def pytest_configure() -> None:
+    """Note every code that the package makes."""
+
+    def noting(make: Callable[..., None]) -> Callable[..., None]:
+        def noted(self: Problem | Mismatch, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("fse_convert."):
+                CODES.add(self.code)
+
+        return noted
+
+    for kind in (Problem, Mismatch):
+        kind.__init__ = noting(kind.__init__)  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker noted."""
+    CODES.update(getattr(node, "workeroutput", {}).get("codes", ()))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail a run of all tests, as `make fast` and `make test` are, in which a code was never made."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["codes"] = sorted(CODES)
+        return
+    option, named = session.config.option, session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    everything = not named and not option.keyword and option.markexpr in ("", "not slow and not peers")
+    if everything and exitstatus == 0 and (missing := all_codes().keys() - CODES - ELSEWHERE):
+        print(f"\nno test makes the codes {', '.join(sorted(missing))}", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

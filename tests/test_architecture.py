@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fse_convert"
-GROUND = {"errors", "progress", "torch_threads"}
+GROUND = {"codes", "errors", "progress", "torch_threads"}
 """Rooms of one file that anybody may import, and that import nothing of the package."""
 ARROWS: dict[str, set[str]] = {
     "layout": set(),

@@ -34,9 +34,11 @@ def convert(*args: object) -> tuple[str, int]:
     return result.stdout, int(result.stderr.split()[-1]) * 1024
 
 
-def shown_in_readme() -> list[str]:
-    """The lines that the README says the demonstration prints."""
-    block = (Path(__file__).parents[1] / "README.md").read_text().split("<!-- demo -->\n```console\n", 1)[1].split("```", 1)[0]
+def shown_in_docs() -> list[str]:
+    """The lines that the page says the demonstration prints."""
+    block = (
+        (Path(__file__).parents[1] / "docs/converting.md").read_text().split("<!-- demo -->\n```console\n", 1)[1].split("```", 1)[0]
+    )
     return block.splitlines()[1:]
 
 
@@ -52,7 +54,7 @@ def test_real_width(single_file: bool, tmp_path: Path) -> None:
     if not single_file:
         assert check_standard(root, tmp_path / "out", 2304, 2560) == 126
         assert check_kernel(root, tmp_path / "out", 2560) == 3
-        assert shown_in_readme() == [line.rstrip() for line in text.replace(str(tmp_path / "out"), "demo/converted").splitlines()]
+        assert shown_in_docs() == [line.rstrip() for line in text.replace(str(tmp_path / "out"), "demo/converted").splitlines()]
 
 
 def test_megamoe_128_takes_the_real_width_as_it_is(tmp_path: Path, digest: Callable[[Path], dict[str, str]]) -> None:

@@ -145,7 +145,7 @@ def damage_config(out: Path) -> None:
     [
         (lambda out: flip(next(out.glob("model-00003*")), -1), "tensor-damaged"),
         (lambda out: flip(next(out.glob("model-00001*")), -1), "tensor-damaged"),
-        (lambda out: flip(out / "README.md", 3), "file-damaged"),
+        (lambda out: flip(out / "tokenizer_config.json", 3), "file-damaged"),
         (damage_manifest, "manifest-damaged"),
         (damage_index, "original-unknown"),
         (damage_config, "original-unknown"),

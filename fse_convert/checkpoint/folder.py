@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
-from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, some
+from fse_convert.checkpoint.kinds import Kind, find_clutter
+from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, naming, some
 
-SKIPPED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
-"""Bookkeeping of version control and of the hub client: tied to the folder it lies in, so never part of a checkpoint."""
 LARGEST_WHOLE = 256 << 20
 """Bytes of a file that is read as a whole: an index of a million tensors has 100 MiB."""
 
@@ -26,7 +27,11 @@ class Folder(Protocol):
 
     @property
     def files(self) -> dict[str, int]:
-        """Every file with its size in bytes, nested ones included, in sorted order."""
+        """Every file with its size in bytes, nested ones included, in sorted order; without clutter."""
+
+    @property
+    def clutter(self) -> dict[str, Kind]:
+        """What is there and by its name never part of a checkpoint: files, and folders with a slash at the end."""
 
     @property
     def odd(self) -> list[str]:
@@ -47,6 +52,11 @@ class Stamp(NamedTuple):
     mtime_ns: int
     inode: int
 
+    @classmethod
+    def of(cls, info: os.stat_result) -> Stamp:
+        """Return the stamp of a file that was looked at."""
+        return cls(size=info.st_size, mtime_ns=info.st_mtime_ns, inode=info.st_ino)
+
 
 class LocalFolder:
     """A folder on this machine; files may be symlinks, as in a hub cache's snapshot."""
@@ -56,10 +66,8 @@ class LocalFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         if not root.is_dir():
-            hint = "give the folder that holds config.json and the safetensors files"
-            raise InvalidCheckpoint(
-                Problem("no-such-folder", "no such folder" if not root.exists() else "not a folder", str(root), hint)
-            )
+            message = "not a folder" if root.exists() else "no such folder"
+            raise InvalidCheckpoint(Problem("no-such-folder", message, str(root), _hint_for(root)))
 
     @property
     def label(self) -> str:
@@ -67,14 +75,19 @@ class LocalFolder:
         return str(self.root)
 
     @cached_property
-    def _scan(self) -> tuple[dict[str, Stamp], list[str]]:
+    def _scan(self) -> tuple[dict[str, Stamp], dict[str, Kind], list[str]]:
         files: dict[str, Stamp] = {}
+        left: dict[str, Kind] = {}
         odd: list[str] = []
         for folder, names, leaves in os.walk(self.root, onerror=_refuse):
-            odd += [_relative(folder, n, self.root) for n in names if (Path(folder) / n).is_symlink()]
-            names[:] = sorted(n for n in names if n not in SKIPPED_FOLDERS and not (Path(folder) / n).is_symlink())
-            for leaf in leaves:
-                name = _relative(folder, leaf, self.root)
+            within = {n: _relative(folder, n, self.root) for n in (*names, *leaves)}
+            kinds = {n: found[1] for n in within if (found := find_clutter(n))}
+            left |= {within[n] + "/" * (n in names): kind for n, kind in kinds.items()}
+            links = {n for n in names if (Path(folder) / n).is_symlink()}
+            odd += [within[n] for n in links if n not in kinds]
+            names[:] = sorted(n for n in names if n not in links and n not in kinds)
+            for name in (within[n] for n in leaves if n not in kinds):
+                _check_locale(name)
                 try:
                     info = os.stat(self.root / name)
                 except OSError as e:
@@ -83,10 +96,10 @@ class LocalFolder:
                     odd.append(name)
                     continue
                 if stat.S_ISREG(info.st_mode):
-                    files[name] = Stamp(info.st_size, info.st_mtime_ns, info.st_ino)
+                    files[name] = Stamp.of(info)
                 else:
                     odd.append(name)
-        return dict(sorted(files.items())), sorted(odd)
+        return dict(sorted(files.items())), dict(sorted(left.items())), sorted(odd)
 
     @cached_property
     def files(self) -> dict[str, int]:
@@ -104,7 +117,7 @@ class LocalFolder:
         ``info``: of an open descriptor; without it the path is looked at. Raises EnvironmentFailure, OSError.
         """
         now = info or os.stat(self.path(name))
-        if (now.st_size, now.st_mtime_ns, now.st_ino) != self.stamps[name]:
+        if Stamp.of(now) != self.stamps[name]:
             message = "this file changed while the checkpoint was being read"
             raise EnvironmentFailure(
                 Problem("source-changed", message, name, "wait until nothing writes to the source, then start again")
@@ -126,16 +139,23 @@ class LocalFolder:
     @property
     def odd(self) -> list[str]:
         """What is neither a regular file nor a plain folder: dangling links, linked folders, pipes, sockets."""
+        return self._scan[2]
+
+    @property
+    def clutter(self) -> dict[str, Kind]:
+        """What is by its name never part of a checkpoint."""
         return self._scan[1]
 
     @cached_property
     def hidden(self) -> list[str]:
-        """What lies below `SKIPPED_FOLDERS`, of any sort, in sorted order: never part of the checkpoint, but there."""
-        found: list[str] = []
-        for folder, names, leaves in os.walk(self.root, onerror=_refuse):
-            inside = SKIPPED_FOLDERS.intersection(Path(folder).relative_to(self.root).parts)
-            links = [n for n in names if (Path(folder) / n).is_symlink()]
-            found += [_relative(folder, n, self.root) for n in (*leaves, *links) if inside]
+        """The files of `clutter`, and whatever its folders hold, in sorted order: never part of the checkpoint, but there."""
+        found = [n for n in self.clutter if not n.endswith("/")]
+        for top in (n for n in self.clutter if n.endswith("/")):
+            if (self.root / top.rstrip("/")).is_symlink():
+                found.append(top.rstrip("/"))
+            for folder, names, leaves in os.walk(self.root / top, onerror=_refuse):
+                links = [n for n in names if (Path(folder) / n).is_symlink()]
+                found += [_relative(folder, n, self.root) for n in (*leaves, *links)]
         return sorted(found)
 
     def path(self, name: str) -> Path:
@@ -147,14 +167,35 @@ class LocalFolder:
         if length is None and self.files[name] > LARGEST_WHOLE:
             message = f"{self.files[name]:,} bytes; JSON of a checkpoint has at most {LARGEST_WHOLE:,}"
             raise InvalidCheckpoint(Problem("json-too-large", message, name, "download it again"))
-        with self.path(name).open("rb") as f:
+        with naming(self.path(name)), self.path(name).open("rb") as f:
             f.seek(offset)
             return f.read(-1 if length is None else length)
+
+
+def _hint_for(root: Path) -> str:
+    """Say what to give instead of a path that is no folder: of a file its folder, of a name of the Hub what it takes."""
+    if root.exists():
+        return f"give its folder: {root.parent}"
+    if root.parts[0] == "hf:":
+        return f"only inspect reads the Hub; download it: hf download {'/'.join(root.parts[1:])} --local-dir FOLDER"
+    if len(root.parts) == 2 and not root.is_absolute() and not root.parent.exists():
+        return f"give the folder that holds config.json and the safetensors files; for a model on the Hub: hf://{root}"
+    return "give the folder that holds config.json and the safetensors files"
 
 
 def _refuse(error: OSError) -> NoReturn:
     """Raise: a folder that cannot be listed must not pass for an empty one."""
     raise error
+
+
+def _check_locale(name: str) -> None:
+    """Refuse a UTF-8 name that this locale reads as another: the index and the output spell it in UTF-8."""
+    with suppress(UnicodeDecodeError):
+        utf8 = os.fsencode(name).decode("utf-8")
+        if utf8 != name:
+            message = f"the locale's encoding, {sys.getfilesystemencoding()}, cannot spell this file name"
+            hint = "set PYTHONUTF8=1, or a UTF-8 locale: LC_ALL=C.UTF-8"
+            raise EnvironmentFailure(Problem("locale-encoding", message, utf8, hint))
 
 
 def _relative(folder: str, leaf: str, root: Path) -> str:

@@ -13,6 +13,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
+from fse_convert.checkpoint.kinds import Kind, find_clutter
 from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, UsageError
 
 SCHEME = "hf://"
@@ -50,11 +51,20 @@ class HubFolder:
             self.commit: str = self._api.model_info(self.repo, revision=self.asked, timeout=TIMEOUT).sha
 
     @cached_property
-    def files(self) -> dict[str, int]:
-        """Every file with its size."""
+    def _listed(self) -> dict[str, int]:
         with self._failures():
             entries = list(self._api.list_repo_tree(self.repo, recursive=True, revision=self.commit))
         return dict(sorted((e.path, e.size) for e in entries if isinstance(e, self._hub.hf_api.RepoFile)))
+
+    @cached_property
+    def files(self) -> dict[str, int]:
+        """Every file with its size, but for `clutter`."""
+        return {name: size for name, size in self._listed.items() if not find_clutter(name)}
+
+    @cached_property
+    def clutter(self) -> dict[str, Kind]:
+        """What is by its name never part of a checkpoint."""
+        return dict(found for name in self._listed if (found := find_clutter(name)))
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Read a byte range by one request; a server that ignores ranges is cut off once the bytes are there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -12,9 +12,13 @@ from typing import Any
 
 from fse_convert.checkpoint.folder import Folder
 from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_POINTER, Header, TensorInfo, header_length, parse_header
+from fse_convert.checkpoint.kinds import ADAPTERS, INDEXES, OTHER_FORMATS, SLICE, Kind, beside, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, QUANT_CONFIG, SIDECAR, SUFFIX, natural_key
+from fse_convert.checkpoint.unlisted import judge_unlisted
 from fse_convert.errors import InvalidCheckpoint, Problem, some
 
+MARKS = {"UTF-8": b"\xef\xbb\xbf", "UTF-16": b"\xff\xfe", "UTF-16 (big-endian)": b"\xfe\xff"}
+"""Byte order marks, which editors and shells of Windows put at the head of a file."""
 FIRST_READ = 1 << 18
 """Bytes that the first read of a shard takes: V4.1's largest header has 261,440, so one read serves nearly every shard."""
 
@@ -33,7 +37,7 @@ class Checkpoint:
     """A complete, consistent checkpoint.
 
     ``tensors`` maps every tensor name to its place; ``shards`` are in natural order; ``others`` are the files that are
-    neither shards nor the index nor config.json; ``notes`` are observations that do not make it invalid.
+    carried over beside shards, index and config.json; ``notes`` are observations that do not make it invalid.
     """
 
     folder: Folder
@@ -50,14 +54,20 @@ class Checkpoint:
         """Bytes of payload over all shards: what the index calls ``total_size``."""
         return sum(s.header.payload for s in self.shards)
 
+    @property
+    def files(self) -> frozenset[str]:
+        """Every file that is part of it; what else its folder has is left out."""
+        names = {CONFIG, INDEX, *(s.name for s in self.shards), *self.others}
+        return frozenset(names.intersection(self.folder.files))
+
 
 @dataclass(frozen=True, slots=True)
 class PartialCheckpoint:
     """What was found in a folder, complete or not, and everything that is wrong with it.
 
-    ``unread``: shards that should be there and could not be read, so that their tensors are missing from ``checkpoint``;
-    ``absent``: those tensors by the index, None where there is no index to tell. ``converted``: whether fse-convert wrote
-    this folder.
+    ``unread``: files that should be there and could not be read, JSON files and shards, whose content ``checkpoint`` lacks;
+    ``absent``: the tensors of such shards by the index, None where there is no index to tell. ``converted``: whether fse-convert
+    wrote this folder.
     """
 
     checkpoint: Checkpoint
@@ -107,31 +117,41 @@ class _CheckpointReader:
         self.files = folder.files
         self.problems: list[Problem] = []
         self.notes: list[Problem] = []
+        self.unread: set[str] = set()
+        self.distrusted: set[str] = set()
 
     def run(self) -> PartialCheckpoint:
         self._check_sidecar()
+        if self._lies_below():
+            nothing = Checkpoint(self.folder, {}, None, (), {}, None, (), ())
+            return PartialCheckpoint(nothing, tuple(self.problems), (CONFIG,), (), MANIFEST in self.files)
         config = self._json(CONFIG, required=True)
         quant_config = self._json(QUANT_CONFIG, required=False)
         index = self._json(INDEX, required=False)
         weight_map = self._weight_map(index) if index is not None else None
-        names = self._shard_names(weight_map)
+        listed = None if weight_map is None else sorted(set(weight_map.values()), key=natural_key)
+        missing = [n for n in listed or () if n not in self.files]
+        left = dict(self.folder.clutter) | beside(self.files, listed, whole=not missing)
+        names = self._unindexed(left) if listed is None else [n for n in listed if n in self.files]
         shards = tuple(self._shards(names))
         tensors = self._tensors(shards)
         if weight_map is not None:
+            left |= self._check_unlisted(weight_map, tensors, left, missing)
             self._check_index(weight_map, tensors, {s.name for s in shards})
         metadata = self._metadata(index)
         if not self.problems:
             self._check_total(metadata, shards)
-        if self.folder.odd:
-            hint = "dangling links, linked folders and devices are not part of a checkpoint"
-            self.notes.append(Problem("not-copied", f"left out: {some(self.folder.odd)}", self.folder.label, hint))
-        others = tuple(n for n in self.files if n not in {CONFIG, INDEX} and n not in names)
-        wanted = set(weight_map.values()) if weight_map is not None else set(names)
-        unread = tuple(sorted(wanted - {s.name for s in shards}, key=natural_key))
+        self._note_left_out(left)
+        others = tuple(n for n in self.files if n not in {CONFIG, INDEX} and n not in names and n not in left)
+        read = {s.name for s in shards}
+        self.unread.update(n for n in (listed or names) if n not in read)
+        if weight_map is not None:
+            absent: tuple[str, ...] | None = tuple(t for t, n in weight_map.items() if n in self.unread)
+        else:
+            absent = None if self.unread - {CONFIG, QUANT_CONFIG} else ()
         checkpoint = Checkpoint(self.folder, config or {}, quant_config, shards, tensors, metadata, others, tuple(self.notes))
-        lost = set(unread)
-        absent = tuple(t for t, n in weight_map.items() if n in lost) if lost and weight_map is not None else None
-        return PartialCheckpoint(checkpoint, tuple(self.problems), unread, absent if lost else (), MANIFEST in self.files)
+        unread = tuple(sorted(self.unread, key=natural_key))
+        return PartialCheckpoint(checkpoint, tuple(self.problems), unread, absent, MANIFEST in self.files)
 
     def _metadata(self, index: dict[str, Any] | None) -> dict[str, Any] | None:
         metadata = index.get("metadata") if index else None
@@ -142,7 +162,7 @@ class _CheckpointReader:
             return None
         return metadata
 
-    def _problem(self, code: str, message: str, where: str, hint: str = "") -> None:
+    def _problem(self, code: str, message: str, where: str, hint: str) -> None:
         self.problems.append(Problem(code, message, where, hint))
 
     def _check_sidecar(self) -> None:
@@ -151,81 +171,114 @@ class _CheckpointReader:
             message = f"holds {some(inside)} but no manifest: this name is where the output's kernel layout goes"
             self._problem("sidecar-foreign", message, f"{SIDECAR}/", "move the folder away, or convert the original checkpoint")
 
+    def _lies_below(self) -> bool:
+        """Tell whether the checkpoint is in a folder below this one, and name that folder: one problem."""
+        if any(n in (CONFIG, INDEX) or n.endswith(SUFFIX) for n in self.files if "/" not in n):
+            return False
+        inner = sorted((n.removesuffix(CONFIG) for n in self.files if n.endswith(f"/{CONFIG}")), key=lambda n: n.count("/"))
+        if inner:
+            message = f"no config.json here: {some(inner)} {'has' if len(inner) == 1 else 'have'} one"
+            self._problem("file-missing", message, CONFIG, f"give {inner[0]} of this folder")
+        return bool(inner)
+
     def _json(self, name: str, *, required: bool) -> dict[str, Any] | None:
+        """Read a JSON object; None where there is none, which is told unless the file need not be there."""
         if name not in self.files:
             if required:
                 self._problem("file-missing", "no such file in the checkpoint", name, "a checkpoint needs its config.json")
-            return None
-        raw = self.folder.read(name)
-        if raw.startswith(LFS_POINTER):
-            self._problem("lfs-pointer", "this is a Git LFS pointer, not the file", name, "fetch the real file: git lfs pull")
+                self.unread.add(name)
             return None
         try:
-            value = json.loads(raw.decode("utf-8"))
-        except (ValueError, RecursionError) as e:
-            self._problem("json-invalid", f"not valid JSON: {e}", name, "download it again")
+            return parse_object(self.folder.read(name), name)
+        except InvalidCheckpoint as e:
+            self.problems += e.problems
+            self.unread.add(name)
             return None
-        if not isinstance(value, dict):
-            self._problem("json-invalid", f"a JSON {type(value).__name__}, expected an object", name, "download it again")
-            return None
-        return value
 
-    def _weight_map(self, index: dict[str, Any]) -> dict[str, str]:
+    def _weight_map(self, index: dict[str, Any]) -> dict[str, str] | None:
+        """Return the tensors' shards by the index, None where it has none."""
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
             self._problem("index-invalid", "no weight_map from tensor names to file names", INDEX, "download it again")
-            return {}
+            self.unread.add(INDEX)
+            return None
         outside = sorted(n for n in set(weight_map.values()) if not _is_inside(n))
         for name in outside:
             message = f"weight_map leads outside of the checkpoint: {name!r}"
             self._problem("index-path", message, INDEX, "do not trust this checkpoint")
-        return {t: n for t, n in weight_map.items() if n not in outside} if outside else weight_map
+        self.distrusted = {t for t, n in weight_map.items() if n in outside}
+        return {t: n for t, n in weight_map.items() if n not in outside}
 
-    def _shard_names(self, weight_map: dict[str, str] | None) -> list[str]:
-        present = [n for n in self.files if n.endswith(SUFFIX) and "/" not in n]
-        if weight_map is None:
-            self._check_single(present)
-            return sorted(present, key=natural_key)
-        listed = sorted(set(weight_map.values()), key=natural_key)
-        missing = [n for n in listed if n not in self.files]
-        for name in missing:
-            self._problem(
-                "shard-missing",
-                "the index lists this shard, the folder has no such file",
-                name,
-                self._missing_hint(name),
-            )
-        for name in sorted(set(present) - set(listed)):
-            hint = "remove it or list it: servers read every listed file, some read every file (vllm-project/vllm#54230)"
-            self._problem("shard-unlisted", "the folder has this shard, the index does not list it", name, hint)
-        return [n for n in listed if n in self.files]
-
-    def _missing_hint(self, name: str) -> str:
-        return "it is a symlink to nowhere: was the hub cache pruned?" if name in self.folder.odd else "finish the download"
-
-    def _check_single(self, present: list[str]) -> None:
+    def _unindexed(self, left: Mapping[str, Kind]) -> list[str]:
+        """Name the shards of a checkpoint without an index; several need one, unless it was there and could not be read."""
+        present = sorted((n for n in self.files if n.endswith(SUFFIX) and "/" not in n and n not in left), key=natural_key)
+        slices = [n for n in present if SLICE.fullmatch(n)]
+        others = [n for n, kind in left.items() if kind is INDEXES]
+        if INDEX in self.unread:
+            return present
         if not present:
-            self._problem(
-                "no-weights",
-                "no safetensors file and no index",
-                self.folder.label,
-                "give the folder that holds the weights",
-            )
+            message, hint = _no_weights(left)
+            self._problem("no-weights", message, self.folder.label, hint)
+        elif slices and (len(present) > 1 or "-mp" in slices[0]):
+            message = f"slices for the ranks of one server, {len(slices)} of them: tensors are cut, and each has a part"
+            hint = "take the checkpoint that they were cut from, or join them to whole tensors first"
+            self._problem("rank-slices", message, slices[0], hint)
+            self.unread |= set(present)
+            return []
+        elif len(present) > 1 and others:
+            message = f"{len(present)} shards, and no index but {some(others)}: servers read {INDEX} alone"
+            self._problem("file-missing", message, INDEX, f"if it lists these shards, copy {others[0]} to {INDEX}")
         elif len(present) > 1:
             self._problem("file-missing", f"{len(present)} shards but no index", INDEX, "download the index too")
+        return present
+
+    def _check_unlisted(
+        self, weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo], left: Mapping[str, Kind], missing: Sequence[str]
+    ) -> Mapping[str, Kind]:
+        """Judge shards that the index does not list, and those that it lists and that are not there; return what is left out."""
+        listed = set(weight_map.values())
+        names = [n for n in self.files if n.endswith(SUFFIX) and "/" not in n and n not in left and n not in listed]
+        names = [] if self.distrusted else names  # the index may name them where it leads outside
+        headers = {}
+        for name, shard in self._parsed(names):
+            if isinstance(shard, Shard):
+                headers[name] = shard.header
+            else:
+                message = f"the index does not list this shard, and what it holds cannot be read: {shard.problems[0].message}"
+                self._problem("shard-unlisted", message, name, shard.problems[0].hint)
+        judged = judge_unlisted(headers, weight_map, tensors, missing)
+        self.problems += judged.problems
+        for name in (n for n in missing if n not in judged.explained):
+            hint = "it is a symlink to nowhere: was the hub cache pruned?" if name in self.folder.odd else "finish the download"
+            self._problem("shard-missing", "the index lists this shard, the folder has no such file", name, hint)
+        return judged.left
+
+    def _note_left_out(self, left: Mapping[str, Kind]) -> None:
+        if self.folder.odd:
+            hint = "dangling links, linked folders and devices are not part of a checkpoint"
+            self.notes.append(Problem("not-copied", f"left out: {some(self.folder.odd)}", self.folder.label, hint))
+        self.notes += notes(left, self.folder.label)
 
     def _shards(self, names: list[str]) -> Iterator[Shard]:
+        for _, shard in self._parsed(names):
+            if isinstance(shard, Shard):
+                yield shard
+            else:
+                self.problems += shard.problems
+
+    def _parsed(self, names: list[str]) -> Iterator[tuple[str, Shard | InvalidCheckpoint]]:
         """Read headers, several at a time: on a network file system or the hub it is the waiting that takes long."""
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(self.folder.workers) as pool:
             for name, raw in zip(names, pool.map(self._header, names), strict=True):
+                if isinstance(raw, InvalidCheckpoint):
+                    yield name, raw
+                    continue
                 try:
-                    if isinstance(raw, InvalidCheckpoint):
-                        raise raw
-                    yield Shard(name, self.files[name], parse_header(raw, self.files[name], name))
+                    yield name, Shard(name, self.files[name], parse_header(raw, self.files[name], name))
                 except InvalidCheckpoint as e:
-                    self.problems += e.problems
+                    yield name, e
 
     def _header(self, name: str) -> bytes | InvalidCheckpoint:
         """Read the JSON of a shard's header."""
@@ -237,8 +290,6 @@ class _CheckpointReader:
                 raw += self.folder.read(name, LENGTH_BYTES + len(raw), length - len(raw))
         except InvalidCheckpoint as e:
             return e
-        except OSError as e:
-            return InvalidCheckpoint(Problem("unreadable", f"cannot be read: {e.strerror or e}", name))
         if len(raw) < length:
             message = f"the file ended inside of its header of {length} bytes"
             return InvalidCheckpoint(Problem("shard-truncated", message, name, "download it again"))
@@ -248,7 +299,7 @@ class _CheckpointReader:
         tensors: dict[str, TensorInfo] = {}
         for shard in shards:
             twice = [t.name for t in shard.header.tensors if t.name in tensors]
-            if twice:
+            if twice and INDEX not in self.unread:  # which would tell leftovers
                 first = tensors[twice[0]].shard
                 hint = "a server takes whichever it reads last: keep one copy of each (vllm-project/vllm#54230)"
                 self._problem(
@@ -266,23 +317,20 @@ class _CheckpointReader:
             if shard in read and (name not in tensors or tensors[name].shard != shard):
                 absent.setdefault(shard, []).append(name)
         for shard, names in sorted(absent.items()):
-            self._problem(
-                "tensor-missing",
-                f"the index says that this shard holds {some(names)}; it does not",
-                shard,
-                "download it again",
+            elsewhere = sorted({tensors[n].shard for n in names if n in tensors})
+            hint = (
+                f"rewrite the index: {some(elsewhere)} has them"
+                if elsewhere
+                else "download index and shard again: they are of two saves"
             )
+            self._problem("tensor-missing", f"the index says that this shard holds {some(names)}; it does not", shard, hint)
         extra: dict[str, list[str]] = {}
         for name, info in tensors.items():
-            if name not in weight_map:
+            if name not in weight_map and name not in self.distrusted:
                 extra.setdefault(info.shard, []).append(name)
         for shard, names in sorted(extra.items()):
-            self._problem(
-                "tensor-unlisted",
-                f"holds tensors that the index does not list: {some(names)}",
-                shard,
-                "rewrite the index",
-            )
+            message = f"holds tensors that the index does not list: {some(names)}"
+            self._problem("tensor-unlisted", message, shard, "rewrite the index")
 
     def _check_total(self, metadata: Any, shards: tuple[Shard, ...]) -> None:
         stated = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -290,6 +338,42 @@ class _CheckpointReader:
         if stated is not None and stated != actual:
             message = f"total_size is {stated}, the shards hold {actual} bytes"
             self.notes.append(Problem("total-size", message, INDEX, "the output states the right one"))
+
+
+def parse_object(raw: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON file that holds one object. Raises InvalidCheckpoint, which says what the file is instead."""
+    message = hint = ""
+    value = None
+    mark = next((encoding for encoding, start in MARKS.items() if raw.startswith(start)), None)
+    if raw.startswith(LFS_POINTER):
+        raise InvalidCheckpoint(
+            Problem("lfs-pointer", "this is a Git LFS pointer, not the file", name, "fetch the real file: git lfs pull")
+        )
+    if mark:
+        message, hint = f"it begins with the byte order mark of {mark}, which servers refuse", "save it as UTF-8 without that mark"
+    else:
+        try:
+            value = json.loads(raw.decode("utf-8"))
+        except (ValueError, RecursionError) as e:
+            message = f"not valid JSON: {e}"
+        else:
+            message = f"a JSON {type(value).__name__}, expected an object"
+    if not isinstance(value, dict):
+        raise InvalidCheckpoint(Problem("json-invalid", message, name, hint or "download it again"))
+    return value
+
+
+def _no_weights(left: Mapping[str, Kind]) -> tuple[str, str]:
+    """Say that there is no safetensors file, and what there is instead."""
+    kinds = dict.fromkeys(left.values())
+    if ADAPTERS in kinds:
+        return "only an adapter, no base model", "merge the adapter into its base, and give that folder"
+    if OTHER_FORMATS in kinds:
+        return (
+            f"no safetensors file, only {OTHER_FORMATS.what}",
+            "save them as safetensors first: save_pretrained of transformers does",
+        )
+    return "no safetensors file and no index", "give the folder that holds the weights"
 
 
 def _is_inside(name: str) -> bool:

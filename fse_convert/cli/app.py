@@ -40,8 +40,12 @@ class DefaultGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Offer commands, and paths: the first word may be a checkpoint."""
-        return [*super().shell_complete(ctx, incomplete), CompletionItem(incomplete, type="file")]
+        """Offer commands and the default command's options; where no command begins so, paths: it may be a checkpoint."""
+        offered = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("-"):
+            default = self.commands[self.default]
+            offered += default.shell_complete(click.Context(default, parent=ctx), incomplete)
+        return offered or [CompletionItem(incomplete, type="file")]  # bash drops every other item beside a file
 
 
 @click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)

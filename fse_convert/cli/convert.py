@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=click.Path(path_type=Path, readable=False))
+@click.argument("out", type=click.Path(path_type=Path, readable=False))
 @click.option(
     "--target", default="megamoe-512", show_default=True, metavar="NAME", shell_complete=complete_target,
     help="Kernel contract or server release to convert for; see `fse-convert targets`.",
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     help="Also make the width divisible by this tensor-parallel size.",
 )  # fmt: skip
 @link_option("OUT")
-@click.option("--allow-unfused", is_flag=True, help="Also write layers that would not fuse, in the standard layout only.")
+@click.option(
+    "--allow-unfused", is_flag=True,
+    help="Also write layers that would not fuse, in the standard layout only, and for a server that refuses the output.",
+)  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it is an earlier output of fse-convert or an empty folder.")
 @click.option(
     "--workers", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1), show_default="up to 4, one per core",
@@ -85,14 +88,14 @@ def convert(
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import conversion_record, dump, plan_record
-    from fse_convert.servers.targets import TARGETS, find_or_suggest
+    from fse_convert.servers.judge import find_convertible
 
     if ray == "":
         raise UsageError(Problem("ray-address", "no address", "--ray", "auto, or HOST:PORT"))
     if part and (ray is not None or restart):
         other, hint = ("--ray", "leave one of them out") if ray is not None else ("--restart", "start anew without --part")
         raise UsageError(Problem("parts-alone", f"--part and {other} exclude each other", "--part", hint))
-    options = Options(target=find_or_suggest(target, TARGETS), experts=Experts(experts), tp=tp, allow_unfused=allow_unfused)
+    options = Options(target=find_convertible(target), experts=Experts(experts), tp=tp, allow_unfused=allow_unfused)
     request = Request(
         source=checkpoint,
         out=out,
@@ -107,7 +110,7 @@ def convert(
     )
     job = Conversion(request)
     if not as_json:
-        conversion.print_notes(job.plan, request.link, log)
+        conversion.print_notes(job.plan, log)
     if dry_run:
         estimate = job.estimate()
         if as_json:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("checkpoint", type=click.Path())
+@click.argument("checkpoint", type=click.Path(readable=False))
 @click.option("--target", multiple=True, metavar="NAME", shell_complete=complete_target, help="Judge this target only; repeatable.")
 @click.option(
     "--require", multiple=True, metavar="NAME", shell_complete=complete_target,
@@ -52,9 +52,10 @@ def inspect(
     from fse_convert.report.console import problem_lines
     from fse_convert.report.inspection.view import View
     from fse_convert.servers.judge import ALL_TARGETS
-    from fse_convert.servers.targets import find_or_suggest
+    from fse_convert.servers.naming import find_named
 
-    names = frozenset(find_or_suggest(name, ALL_TARGETS).name for name in (*target, *require))
+    target = tuple(find_named(name, ALL_TARGETS).name for name in target)
+    require = tuple(find_named(name, ALL_TARGETS, "--require").name for name in require)
     if html:
         from fse_convert.report.inspection.pages import check_page
 
@@ -62,7 +63,8 @@ def inspect(
             check_page(html, checkpoint)
     with environment(checkpoint):
         folder = inspection.open_folder(checkpoint)
-        found = inspection.inspect(folder, Serving(tp, ep), names if target else frozenset(), thorough=bool(require))
+        names = frozenset((*target, *require)) if target else frozenset()
+        found = inspection.inspect(folder, Serving(tp, ep), names, thorough=bool(require))
     view = View(found, target, require)
     _print(view, "json" if as_json else format_name)
     if html:

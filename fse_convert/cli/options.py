@@ -10,7 +10,6 @@ import click
 
 from fse_convert.output.copying import Link
 from fse_convert.report.log import Log, listening
-from fse_convert.servers.targets import TARGETS
 
 if TYPE_CHECKING:
     from fse_convert.output.jobs import Part
@@ -58,6 +57,10 @@ def part_option(_ctx: click.Context, _param: click.Parameter, value: str | None)
     raise click.BadParameter(f"{value!r} is not I/N with 1 <= I <= N <= {MOST_PARTS}, such as 2/8")
 
 
-def complete_target(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    """Offer names of targets to the shell."""
-    return [t.name for t in TARGETS if t.name.startswith(incomplete)]
+def complete_target(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Offer names of targets to the shell: to ``inspect`` all, else those that there is a conversion for."""
+    from fse_convert.servers.judge import ALL_TARGETS
+    from fse_convert.servers.targets import TARGETS
+
+    rows = ALL_TARGETS if ctx.info_name == "inspect" else TARGETS
+    return [t.name for t in rows if t.name.startswith(incomplete)]

@@ -6,16 +6,18 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError
+from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError, limits
 from fse_convert.report.log import Log
 
 DEBUG = "FSE_CONVERT_DEBUG"
@@ -75,7 +77,9 @@ def _run(args: list[str]) -> int:
     log = Log(as_json="--log-json" in args)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and this tool needs no numpy
     try:
-        code = cli.main(args or ["--help"], standalone_mode=False, prog_name="fse-convert")
+        _check_working_folder()
+        with limits():
+            code = cli.main(args or ["--help"], standalone_mode=False, prog_name="fse-convert")
         sys.stdout.flush()
     except FseConvertError as e:
         return _fail(e, log, as_json=as_json)
@@ -96,12 +100,21 @@ def _run(args: list[str]) -> int:
             "output-lost", f"the result could not be printed: {e.strerror or e}", "stdout", "what was written to disk is there"
         )
         return _fail(EnvironmentFailure(problem), log, as_json=False)
-    except Exception as e:
-        if os.environ.get(DEBUG):
-            raise
+    except Exception as e:  # noqa: BLE001 - the last resort: a bug is told, not thrown
         hint = f"please report it with what {DEBUG}=1 shows; the source was not changed"
-        return _fail(Bug(Problem("bug", f"{type(e).__name__}: {e}", hint=hint)), log, as_json=as_json)
+        bug = Bug(Problem("bug", f"{type(e).__name__}: {e}", hint=hint))
+        bug.__cause__ = e
+        return _fail(bug, log, as_json=as_json)
     return code if isinstance(code, int) else int(ExitCode.OK)
+
+
+def _check_working_folder() -> None:
+    """Refuse to run in a folder that is gone: torch would end the process with words and a code of its own."""
+    try:
+        Path.cwd()
+    except OSError as e:
+        message = f"the folder that this was started in cannot be found: {e.strerror}"
+        raise EnvironmentFailure(Problem("no-working-folder", message, hint="change to a folder that is there")) from e
 
 
 def _silence(stream: TextIO) -> None:
@@ -116,7 +129,7 @@ def _fail(error: FseConvertError, log: Log, *, as_json: bool, code: int | None =
 
     code = int(error.exit_code) if code is None else code
     if os.environ.get(DEBUG):
-        raise error
+        traceback.print_exception(error)
     if as_json:
         from fse_convert.report.records import Failure, dump
 
@@ -124,4 +137,7 @@ def _fail(error: FseConvertError, log: Log, *, as_json: bool, code: int | None =
     for problem in error.problems:
         text = "\n".join(problem_lines(problem))
         log.line("error", text, code=problem.code, message=problem.message, where=problem.where, hint=problem.hint)
+    if code == ExitCode.INVALID and sys.stderr.isatty() and not log.as_json:
+        codes = " ".join(dict.fromkeys(p.code for p in error.problems))
+        click.secho(f"more: fse-convert explain {codes}", dim=True, err=True)
     return code

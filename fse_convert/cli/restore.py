@@ -13,23 +13,25 @@ from fse_convert.report.log import Log
 
 
 @cli.command()
-@click.argument("out", type=click.Path(path_type=Path))
-@click.argument("original", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path, readable=False))
+@click.argument("original", type=click.Path(path_type=Path, readable=False))
 @link_option("ORIGINAL")
+@click.option("--strict", is_flag=True, help="Refuse a model card, licence or picture that was added or edited since.")
 @log_options
 @json_option
-def restore(out: Path, original: Path, link: str, *, log: Log, as_json: bool) -> None:
+def restore(out: Path, original: Path, link: str, *, strict: bool, log: Log, as_json: bool) -> None:
     """Rebuild the original checkpoint from OUT.
 
     Padding and the kernel layout are taken out of OUT again: ORIGINAL is the checkpoint that was converted, bit for bit. That
-    checkpoint is not needed for it.
+    checkpoint is not needed for it. What was added or edited once OUT was published, and no server reads (.gitattributes,
+    README.md, licences, pictures), comes as it is now, and is named.
     """
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_restored
     from fse_convert.report.records import dump, restoration_record
     from fse_convert.restoration import Restoration
 
-    job = Restoration(out, original, Link(link))
+    job = Restoration(out, original, Link(link), strict=strict)
     with progress(*job.workload(), log) as observe:
         result = job.run(observe)
     if as_json:

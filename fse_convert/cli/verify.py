@@ -14,8 +14,10 @@ from fse_convert.verification.findings import Level, Sample
 
 
 @cli.command()
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option("--source", type=click.Path(path_type=Path), metavar="CHECKPOINT", help="The checkpoint that OUT was made from.")
+@click.argument("out", type=click.Path(path_type=Path, readable=False))
+@click.option(
+    "--source", type=click.Path(path_type=Path, readable=False), metavar="CHECKPOINT", help="The checkpoint that OUT was made from."
+)
 @click.option(
     "--level", type=click.Choice([level.value for level in Level if level is not Level.NONE]),
     help="Verification level; each includes those before it.  [default: numerics; storage without --source]",
@@ -26,18 +28,31 @@ from fse_convert.verification.findings import Level, Sample
     help="Repeat the sample of an earlier run.  [default: another sample every time]",
 )  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where numerics run.")
+@click.option("--strict", is_flag=True, help="Also fail for what hubs add and people edit: model card, licences, pictures.")
 @log_options
 @json_option
 def verify(
-    out: Path, source: Path | None, level: str | None, sample: int | None, seed: int | None, device: str, *, log: Log, as_json: bool
+    out: Path,
+    source: Path | None,
+    level: str | None,
+    sample: int | None,
+    seed: int | None,
+    device: str,
+    *,
+    strict: bool,
+    log: Log,
+    as_json: bool,
 ) -> None:
     """Prove OUT against its source.
 
     storage: every byte, mapped by the kernel's addresses to the source's. numerics: the fused expert computed from both
     sides, bit for bit. kernel: the real DeepGEMM kernel, on a GPU that has it (SM100); exit code 4 where it cannot run.
     A level that was asked for and has nothing to run on has not passed: exit code 1. Without --source, OUT is only
-    compared with the digests in its own manifest, which anyone who edits OUT can compute again.
+    compared with the digests in its own manifest, which anyone who edits OUT can compute again. Files that hubs add and
+    people edit once OUT is published, and that no server reads (.gitattributes, README.md, licences, pictures), may
+    differ: they are noted.
     """
+    from fse_convert.output.staging import left_behind
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import dump, verify_record
@@ -48,9 +63,11 @@ def verify(
         message = f"--level {level} compares with the source"
         raise UsageError(Problem("source-needed", message, "--level", "give --source CHECKPOINT"))
     part = None if sample is None else Sample(sample) if seed is None else Sample(sample, seed)
-    check = Check(out=out, source=source, level=Level(level) if level else None, sample=part, device=device)
+    check = Check(out=out, source=source, level=Level(level) if level else None, sample=part, device=device, strict=strict)
     with progress(*check.workload(), log) as observe:
         proof = prove_again(check, observe)
+    for left in left_behind(out):
+        log.line("note", f"note[{left.code}]: {left}", code=left.code, message=left.message, where=left.where)
     if as_json:
         click.echo(dump(verify_record(proof)))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from fse_convert.output.copying import SHARED
 from fse_convert.plan.plan import Plan
 from fse_convert.verification.findings import Level
 
@@ -44,30 +45,28 @@ class Estimate:
         return self.disk <= self.free
 
 
-def estimate(plan: Plan, level: Level, workers: int, *, linked: bool, part: Collection[str] | None = None) -> Estimate:
+def estimate(plan: Plan, level: Level, workers: int, *, way: str, part: Collection[str] | None = None) -> Estimate:
     """Estimate a conversion, as if nothing were there yet and nothing free.
 
-    ``linked``: untouched shards become hard links. ``part``: names of the files of a part, which proves nothing.
+    ``way``: how untouched shards reach the output. ``part``: names of the files of a part, which proves nothing.
     """
     sizes = plan.source.checkpoint.folder.files
-    files = tuple(f for f in _files(plan, sizes, linked=linked) if part is None or f.name in part)
+    files = tuple(f for f in _files(plan, sizes, way) if part is None or f.name in part)
     proved = level is not Level.NONE and part is None
     written = sum(f.written for f in files)
-    read = sum(f.read for f in files) + written  # each file is hashed once it is on disk
+    read = sum(f.read for f in files) + written  # what was written is hashed once it is on disk
     if proved:
-        read += sum(sizes.values()) + sum(s.size for s in (*plan.shards, *plan.sidecar))
+        read += sum(sizes[name] for name in plan.source.checkpoint.files) + sum(s.size for s in (*plan.shards, *plan.sidecar))
     memory = workers * PER_WORKER + (NUMERICS if proved and level.rank >= Level.NUMERICS.rank else 0)
     return Estimate(files=files, disk=written, free=0, memory=memory, read=read, written=written)
 
 
-def _files(plan: Plan, sizes: Mapping[str, int], *, linked: bool) -> Iterator[FileEstimate]:
+def _files(plan: Plan, sizes: Mapping[str, int], way: str) -> Iterator[FileEstimate]:
     for shard in plan.shards:
-        if not shard.carried:
-            yield FileEstimate(shard.name, "rewrite", sizes[shard.name], shard.size)
-        elif linked:
-            yield FileEstimate(shard.name, "hard link", 0, 0)
+        if shard.carried:  # a clone is hashed as a copy is
+            yield FileEstimate(shard.name, way, 0 if way == "hard link" else shard.size, 0 if way in SHARED else shard.size)
         else:
-            yield FileEstimate(shard.name, "copy or clone", shard.size, shard.size)
+            yield FileEstimate(shard.name, "rewrite", sizes[shard.name], shard.size)
     for shard in plan.sidecar:
         read = sum(source.nbytes for t in shard.tensors for source in t.change.sources)
         yield FileEstimate(shard.name, "kernel layout", read, shard.size)

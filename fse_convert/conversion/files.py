@@ -11,7 +11,7 @@ from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR_INDEX
 from fse_convert.conversion.nan_scan import expert_codes, scans
-from fse_convert.output.copying import Link, carry
+from fse_convert.output.copying import SHARED, Link, carry
 from fse_convert.output.digests import Scan
 from fse_convert.output.jobs import Job
 from fse_convert.plan.manifest import added_elements
@@ -21,33 +21,38 @@ from fse_convert.sidecar.manifest import ConfigEdit
 from fse_convert.torch_threads import one_torch_thread
 
 
-def shard_jobs(plan: Plan, link: Link) -> list[Job]:
-    """List the files with tensors that make up an output, each as a job. ``link``: how shards that do not change reach it."""
+def shard_jobs(plan: Plan, link: Link, way: str) -> list[Job]:
+    """List the files with tensors that make up an output, each as a job.
+
+    ``link``: how shards that do not change shall reach it, ``way``: how they will.
+    """
     codes = expert_codes(plan.source.description)
     # Copies first: torch, which writing needs, is still being imported.
-    carried = [_carry(s, plan.source.folder, link, scans(s.source, codes)) for s in plan.shards if s.source and s.carried]
+    carried = [_carry(s, plan.source.folder, link, way, scans(s.source, codes)) for s in plan.shards if s.source and s.carried]
     return carried + [_write(s, plan) for s in (*plan.shards, *plan.sidecar) if not s.carried]
 
 
 def _write(shard: OutputShard, plan: Plan) -> Job:
     def write(path: Path, advance: Advance) -> str:
-        from fse_convert.conversion.writer import open_reader, write_shard
+        with one_torch_thread():
+            from fse_convert.conversion.writer import open_reader, write_shard
 
-        with one_torch_thread(), open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
-            write_shard(shard, reader, path, advance)
+            with open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
+                write_shard(shard, reader, path, advance)
         return "rewritten" if shard.source else "kernel layout"
 
-    return Job(name=shard.name, size=shard.size, write=write)
+    return Job(name=shard.name, size=shard.size, room=shard.size, write=write)
 
 
-def _carry(shard: OutputShard, folder: LocalFolder, link: Link, scanned: tuple[Scan, ...]) -> Job:
+def _carry(shard: OutputShard, folder: LocalFolder, link: Link, way: str, scanned: tuple[Scan, ...]) -> Job:
     def bring(path: Path, advance: Advance) -> str:
         how = carry(folder.path(shard.name), path, link, advance)
         folder.check(shard.name)
         return how
 
     linked = folder.path(shard.name) if link is Link.HARD else None
-    return Job(name=shard.name, size=shard.size, write=bring, linked=linked, scans=scanned)
+    room = 0 if way in SHARED else shard.size
+    return Job(name=shard.name, size=shard.size, room=room, write=bring, linked=linked, scans=scanned)
 
 
 def json_texts(plan: Plan) -> dict[str, bytes]:

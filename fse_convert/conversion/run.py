@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -15,15 +14,26 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import fse_convert
-from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
-from fse_convert.errors import EnvironmentFailure, Problem, UsageError, environment
-from fse_convert.output.copying import Link, carry
+from fse_convert.errors import EnvironmentFailure, Problem, ServerRefuses, UsageError, environment
+from fse_convert.output.copying import Link, carry, way
 from fse_convert.output.jobs import Job, Part, run_jobs
-from fse_convert.output.staging import MARGIN, Staging, check_output, check_space, check_staged, device, free_space, stage
+from fse_convert.output.staging import (
+    MARGIN,
+    Staging,
+    check_output,
+    check_space,
+    check_staged,
+    existing_home,
+    free_space,
+    reading,
+    stage,
+)
 from fse_convert.plan.manifest import arguments_record, draft_manifest
+from fse_convert.plan.notes import refusal
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import open_source
@@ -80,7 +90,8 @@ class ConversionResult:
 class Conversion:
     """A conversion that can run: its output place is free, its source is opened, and its plan is made.
 
-    Raises UsageError for an output that cannot be, InvalidCheckpoint, NotConvertible, EnvironmentFailure.
+    Raises UsageError for an output that cannot be, InvalidCheckpoint, NotConvertible, EnvironmentFailure, and ServerRefuses unless
+    unfused layers may pass.
     """
 
     def __init__(self, request: Request) -> None:
@@ -91,6 +102,9 @@ class Conversion:
             self.folder = LocalFolder(request.source)
             source = open_source(self.folder)
         self.plan = make_plan(source, request.options)
+        refused = None if request.options.allow_unfused else refusal(self.plan)
+        if refused:
+            raise ServerRefuses(refused)
         self._log_plan()
 
     def _log_plan(self) -> None:
@@ -109,17 +123,23 @@ class Conversion:
         )
 
     @cached_property
+    def way(self) -> str:
+        """How untouched shards will reach the output. Raises OSError."""
+        shard = next((n for n in self.folder.files if n.endswith(SUFFIX)), CONFIG)
+        return way(self.folder.path(shard), existing_home(self.request.out), self.request.link)
+
+    @cached_property
     def link(self) -> Link:
-        """How untouched shards can reach the output: a hard link does not lead to another file system. Raises OSError."""
-        if self.request.link is not Link.HARD or _device_of(self.folder) == device(self.request.out):
+        """How untouched shards can reach the output: a hard link does not lead to another mount. Raises OSError."""
+        if self.request.link is not Link.HARD or self.way.startswith("hard link"):
             return self.request.link
-        logger.info("hard links cannot reach another file system: untouched shards are copied")
+        logger.info("hard links cannot reach another file system or mount: untouched shards are copied")
         return Link.AUTO
 
     @cached_property
     def all_jobs(self) -> list[Job]:
         """The files with tensors of the whole output."""
-        return shard_jobs(self.plan, self.link)
+        return shard_jobs(self.plan, self.link, self.way)
 
     @property
     def jobs(self) -> list[Job]:
@@ -138,7 +158,7 @@ class Conversion:
             "version": fse_convert.__version__,
             "layout": {"name": LAYOUT, "version": LAYOUT_VERSION},
             "arguments": msgspec.to_builtins(arguments_record(self.plan.options)),
-            "source": {name: list(stamp) for name, stamp in self.folder.stamps.items()},
+            "source": {name: list(self.folder.stamps[name]) for name in sorted(self.plan.source.checkpoint.files)},
         }
 
     def estimate(self) -> Estimate:
@@ -146,9 +166,9 @@ class Conversion:
         request = self.request
         with environment(request.out):
             part = {job.name for job in self.jobs} if request.part else None
-            whole = estimate(self.plan, request.verify, request.workers, linked=self.link is Link.HARD, part=part)
-            free = free_space(request.out) - MARGIN
-            return replace(whole, free=free, disk=max(0, whole.disk - Staging(request.out).held(part)))
+            whole = estimate(self.plan, request.verify, request.workers, way=self.way, part=part)
+            held = Staging(request.out).held([f.name for f in whole.files if f.written])
+            return replace(whole, free=free_space(request.out) - MARGIN, disk=max(0, whole.disk - held))
 
     def workload(self) -> tuple[int, int]:
         """Return the bytes that `run` writes and reads back, and how often a file or a layer is finished: for progress."""
@@ -171,16 +191,19 @@ class Conversion:
         with environment(request.out):
             check_space(request.out, self.estimate().disk)
             fresh = self._write_on_ray(observe) if request.ray is not None else ()
-            draft = None if request.part else draft_manifest(self.plan, self.texts)
-            with _resumable(request.out), self._staged(restart=request.restart and request.ray is None) as staging:
+            place = self._staged(restart=request.restart and request.ray is None)
+            with _resumable(request.out), place as staging, reading(self.folder):
                 result = self._write(staging, observe, fresh)
-                if draft:
+                if not request.part:
+                    draft = draft_manifest(self.plan, self.texts)
                     staged = LocalFolder(staging.folder)
+                    check_staged(staged, staged.files, self._sizes())
                     logger.info("%d files are staged", len(staged.files))  # from here on, none may change
                     result.proof = self._prove(draft, staged, observe)
                     size = self._write_manifest(draft, result.proof, staging)
                     result.add(MANIFEST, "written", size)
-                    staging.publish(lambda: self._check_undisturbed(staged))
+                    stamps = {**staged.stamps, MANIFEST: staging.stamp(MANIFEST)}
+                    staging.publish(lambda: self._check_undisturbed(staging, stamps))
         return result
 
     def _staged(self, *, restart: bool) -> AbstractContextManager[Staging]:
@@ -220,7 +243,7 @@ class Conversion:
     def _write_beside(self, staging: Staging, result: ConversionResult) -> None:
         """Write what holds no tensors, after the weights: config, indexes, and every other file of the source."""
         for name in self.plan.source.checkpoint.others:
-            carry(self.folder.path(name), staging.path(name), Link.AUTO)
+            carry(self.folder.path(name), staging.path(name), Link.AUTO if self.link is Link.HARD else self.link)
             self.folder.check(name)
             result.add(name, "copied beside", self.folder.files[name])
         for name, text in self.texts.items():
@@ -228,31 +251,26 @@ class Conversion:
             result.add(name, "written", len(text))
 
     def _prove(self, draft: Manifest, staged: LocalFolder, observe: Observer) -> Proof | None:
-        """Prove what is staged against the source.
-
-        Raises VerificationFailure, and EnvironmentFailure where the proof failed because the source is not what it was.
-        """
-        from fse_convert.verification.proof import ProofOptions, prove, refuse_failed
+        """Prove what is staged against the source. Raises VerificationFailure."""
+        from fse_convert.verification.proof import prove, refuse_failed
 
         if self.request.verify is Level.NONE:
             return None
-        options = ProofOptions(level=self.request.verify, device="cpu", workers=self.request.workers, fail_fast=True)
-        proof = prove(self.plan, staged, draft, options, observe)
-        if proof.failed:
-            self.folder.check_all()
+        proof = prove(self.plan, staged, draft, self.request.verify, self.request.workers, observe)
         refuse_failed(proof)
         logger.info("proved up to %s", self.request.verify.value)
         return proof
 
-    def _check_undisturbed(self, staged: LocalFolder) -> None:
-        """Refuse to publish anything but what was planned and proved: the files as staged then, at their planned sizes.
-
-        The source must still be what was read. Raises EnvironmentFailure, OSError.
-        """
-        self.folder.check_all()
+    def _sizes(self) -> dict[str, int]:
+        """Return the bytes of every file of the output, but for the manifest."""
         sizes = {job.name: job.size for job in self.jobs} | {n: len(text) for n, text in self.texts.items()}
-        sizes |= {name: self.folder.files[name] for name in self.plan.source.checkpoint.others}
-        check_staged(staged, sizes, besides={MANIFEST})
+        return sizes | {name: self.folder.files[name] for name in self.plan.source.checkpoint.others}
+
+    def _check_undisturbed(self, staging: Staging, stamps: Mapping[str, Stamp]) -> None:
+        """Refuse to publish anything but what was staged when it was proved. Raises EnvironmentFailure, OSError."""
+        self.folder.check_all()
+        staged = LocalFolder(staging.folder)
+        check_staged(staged, staged.stamps, stamps)
 
     def _write_manifest(self, draft: Manifest, proof: Proof | None, staging: Staging) -> int:
         """Write the manifest with what the proof found; return its size in bytes."""
@@ -287,12 +305,6 @@ def _ordered(order: bytes) -> Conversion:
     return Conversion(pickle.loads(order))  # noqa: S301 - Ray itself pickled it on the way here
 
 
-def _device_of(folder: LocalFolder) -> int:
-    """Return the number of the file system that the shards lie on, links followed."""
-    shard = next((n for n in folder.files if n.endswith(SUFFIX)), CONFIG)
-    return os.stat(folder.path(shard)).st_dev
-
-
 @contextmanager
 def _resumable(out: Path) -> Iterator[None]:
     """Say where the finished part is when the machine stopped a conversion."""
@@ -304,5 +316,7 @@ def _resumable(out: Path) -> Iterator[None]:
         if not (staging.begun() and staging.folder.exists()):
             raise  # nothing was begun, or the output is there
         hint = "the same command resumes from there; --restart starts anew"
+        if any(p.code == "source-changed" for p in e.problems):
+            hint = "start anew with --restart and without --part"
         kept = Problem("resumable", "what is finished is kept", str(staging.root), hint)
         raise type(e)(*e.problems, kept) from e

@@ -24,7 +24,7 @@ from fse_convert.layout import megamoe, ue8m0
 from fse_convert.layout.padding import pad
 from fse_convert.model.formats import NaN
 from fse_convert.model.moe import Role
-from fse_convert.output.copying import copy_range, read_into, write_all, writing_back
+from fse_convert.output.copying import copy_range, new_file, read_into, write_all, writing_back
 from fse_convert.plan.plan import Computed, Copied, OutputShard, Padded, SharedExpert, matrix
 from fse_convert.progress import Advance
 from fse_convert.sidecar.tensors import KernelTensorName
@@ -91,7 +91,7 @@ def open_reader(folder: LocalFolder, shards: tuple[Shard, ...]) -> Iterator[Sour
 
 def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: Advance) -> None:
     """Write one output shard durably, tensor by tensor as each one's change says; neighbours that are copied are one range."""
-    with _new_file(path) as fd:
+    with new_file(path) as fd:
         write_all(fd, shard.header)
         advance = writing_back(fd, advance)
         advance(len(shard.header))
@@ -220,16 +220,6 @@ def _write(fd: int, chunks: Iterator[Tensor], advance: Advance) -> None:
     for rows in chunks:
         write_all(fd, _bytes(rows))
         advance(rows.numel())
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        yield fd
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _bytes(rows: Tensor) -> memoryview:

@@ -10,17 +10,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 from fse_convert.errors import Problem, some
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.families import Family
+from fse_convert.model.families import Family, Share
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
 from fse_convert.model.moe import LayerKind, MoELayer, Role
 from fse_convert.model.quantization import FP8_METHODS, Quantization
 
 LOAD_CONFLICTS = frozenset({
-    "config-width", "config-block", "config-hidden", "config-experts", "config-expert-dtype", "quantization-method",
+    "config-width", "config-layers", "config-block", "config-hidden", "config-experts", "config-expert-dtype",
+    "quantization-method",
 })  # fmt: skip
 """Codes of conflicts by which a server that believes the config would not load the tensors."""
 OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "eetq", "gguf")
@@ -44,29 +46,30 @@ def _number_conflicts(
     family: Family, config: Mapping[str, Any], layers: Sequence[LayerDescription], n_shared: int
 ) -> Iterator[Problem]:
     decoder = [d for d in layers if d.layer.kind is LayerKind.DECODER]
-    shared_width = _common(d.shared.width for d in layers if d.shared)
+    routed, shared = _common(d.routed.width for d in layers if d.routed), _common(d.shared.width for d in layers if d.shared)
     # Where only some layers have another number of experts, that is a gap.
     count = _common(len(d.layer.routed) for d in decoder if d.layer.routed)
-    shown = (
-        ("config-conflict", family.mtp_key, len(layers) - len(decoder) or None, "MTP layers"),
-        ("config-width", family.width_key, _common(d.routed.width for d in layers if d.routed), "as the width of a routed expert"),
-        ("config-experts", family.n_routed_key, count, "routed experts per decoder layer"),
-        (
-            "config-hidden",
-            "hidden_size",
-            _common(d.shared.hidden for d in layers if d.shared),
-            "as the input of the shared experts",
-        ),
-        ("config-width", family.shared_width_key, shared_width, "as the width of the shared expert"),
-    )
-    for code, key, actual, what in shown:
-        written = family.number(config, key)
-        if written is not None and actual is not None and written != actual:
-            yield Problem(code, f"{key} is {written}, the tensors show {actual} {what}", "config.json")
-    routed = family.number(config, family.width_key)
-    if family.shared_width_key is None and routed and shared_width is not None and shared_width != routed * n_shared:
-        message = f"{family.width_key} x {n_shared} shared is {routed * n_shared}, the shared experts are {shared_width} wide"
-        yield Problem("config-width", message, "config.json")
+    hidden = _common(d.shared.hidden for d in layers if d.shared)
+    each = [w.key for w in family.widths if w.share is Share.ONE_SHARED]
+    whole = [w for w in family.widths if w.key not in each]
+    shown: list[tuple[str, tuple[str | None, ...], int | None, str]] = [
+        ("config-conflict", (family.mtp_key,), len(layers) - len(decoder) or None, "MTP layers"),
+        ("config-experts", family.n_routed_keys, count, "routed experts per decoder layer"),
+        ("config-hidden", ("hidden_size",), hidden, "as the input of the shared experts"),
+        *(("config-width", (w.key,), w.of(routed, shared, 1), f"as the width of {w.share.value}") for w in whole),
+    ]
+    for code, keys, actual, what in shown:
+        for s in family.stated(config, *keys):
+            if s.number is not None and actual is not None and s.number != actual:
+                yield Problem(code, f"{s.path} is {s.value}, the tensors show {actual} {what}", "config.json")
+    if shared is None or not family.n_shared_keys:
+        return
+    parts = [(s.path, s.number) for s in family.stated(config, *each)] if each else [(family.widths[0].key, routed)]
+    counts = {n_shared, *(s.number for s in family.stated(config, *family.n_shared_keys) if s.number is not None)}
+    for (key, width), n in product(parts, sorted(counts)):
+        if width is not None and shared != width * n:
+            message = f"{key} x {n} shared is {width * n}, the shared experts are {shared} wide"
+            yield Problem("config-width", message, "config.json")
 
 
 def _common(values: Iterable[int]) -> int | None:
@@ -87,12 +90,12 @@ def _expert_dtype_conflicts(quantization: Quantization, layers: Sequence[LayerDe
 
 def _block_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
     """Compare ``weight_block_size`` with the FP8 blocks that the scales show."""
-    block = quantization.fp8_block
+    block = quantization.block
     if block is None:
         return
     fp8 = (f for d in layers for g in d.groups for f in g.formats.values() if f.kind.facts.expert_dtype == "fp8")
     for label in sorted({f.label for f in fp8 if f.block not in (block, MXFP8_BLOCK)}):
-        message = f"weight_block_size is {list(block)}, experts are stored as {label}"
+        message = f"{quantization.block_key} is {list(block)}, experts are stored as {label}"
         yield Problem("config-block", message, "config.json", "servers believe the config and would not load these scales")
 
 
@@ -165,9 +168,9 @@ def gaps(family: Family, config: Mapping[str, Any], layers: Sequence[MoELayer]) 
         which = f"{some(map(str, missing))} ({len(missing)} of {len(missing) + len(decoder)})"
         message = f"no experts in decoder layers {which}, which the config says have some"
         yield Problem("layers-missing", message, "config.json", INCOMPLETE)
-    yield from _count_gaps(decoder, family.value(config, family.routed_per_layer_key), family.number(config, family.n_routed_key))
+    yield from _count_gaps(decoder, family.number(config, *family.n_routed_keys))
     mtp = [m for m in layers if m.kind is LayerKind.MTP]
-    yield from _count_gaps(mtp, None, family.number(config, family.mtp_routed_key) or None, trusted=True)
+    yield from _count_gaps(mtp, family.number(config, family.mtp_routed_key) or None, trusted=True)
 
 
 def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence[MoELayer]) -> set[int]:
@@ -197,30 +200,24 @@ def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence
     return {i for i in range(start, end) if (i + rule.ahead) % (step or 1) == 0 and i not in kept}
 
 
-def _count_gaps(layers: Sequence[MoELayer], per_layer: object, written: int | None, *, trusted: bool = False) -> Iterator[Problem]:
-    """Compare each layer's number of routed experts with what the config says of it, else with what most layers have.
+def _count_gaps(layers: Sequence[MoELayer], written: int | None, *, trusted: bool = False) -> Iterator[Problem]:
+    """Compare each layer's number of routed experts with what the config says, else with what most layers have.
 
-    ``per_layer``: the config's list of numbers, if it has one. ``written``: its one number, believed only where some layer has
-    it, or where it is ``trusted``. Layers with a gap between their experts are left out: that is a problem of its own.
+    ``written``: the config's number, believed only where some layer has it, or where it is ``trusted``. Layers with a gap
+    between their experts are left out: that is a problem of its own.
     """
     whole = [m for m in layers if not m.stacked and _contiguous(m)]
     counts = Counter(len(m.routed) for m in whole)
     if not counts:
         return
     usual = written if written is not None and (trusted or written in counts) else counts.most_common(1)[0][0]
-    odd = [(m, wanted) for m in whole if (wanted := _at(per_layer, m.index, usual)) != len(m.routed)]
+    odd = [m for m in whole if len(m.routed) != usual]
     if odd:
-        first, wanted = odd[0]
-        where = f"{len(first.routed)} routed experts in {some(m.name for m, _ in odd)}, expected {wanted}"
+        first = odd[0]
+        where = f"{len(first.routed)} routed experts in {some(m.name for m in odd)}, expected {usual}"
         kind = "MTP" if first.kind is LayerKind.MTP else "decoder"
         message = f"{len(odd)} of {len(whole)} {kind} layers have another number of routed experts: {where}"
         yield Problem("experts-missing", message, first.name, INCOMPLETE)
-
-
-def _at(values: object, index: int, otherwise: int) -> int:
-    if isinstance(values, list) and index < len(values) and type(values[index]) is int:
-        return int(values[index])
-    return otherwise
 
 
 def _contiguous(layer: MoELayer) -> bool:

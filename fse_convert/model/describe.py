@@ -7,27 +7,28 @@ Layers come from the tensor names. Config values are hints: ``num_nextn_predict_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, garbage_collection_paused
 from fse_convert.errors import Problem, some
 from fse_convert.model.consistency import conflicts, gaps
-from fse_convert.model.description import Description, ExpertGroup, LayerDescription, first_of
-from fse_convert.model.families import find_family
-from fse_convert.model.formats import Format, FormatError, read_format
-from fse_convert.model.grouping import group_layers, seen_experts
-from fse_convert.model.moe import Expert, MoELayer, Role
+from fse_convert.model.description import NOT_UNDERSTOOD, STACKED, Description, ExpertGroup, LayerDescription, first_of
+from fse_convert.model.families import Family, find_family
+from fse_convert.model.formats import SUPPORTED, Format, FormatError, read_format
+from fse_convert.model.grouping import Grouping, group_layers, seen, seen_experts
+from fse_convert.model.moe import Expert, MoELayer, Projection, Role
 from fse_convert.model.quantization import Quantization
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
+CONVERT_ORIGINAL = "convert the original checkpoint"
 INCOMPLETE = "is the checkpoint complete?"
-
-
-def kernel_tensors(names: Iterable[str]) -> list[str]:
-    """List the names of the kernel layout among a checkpoint's tensors."""
-    return [n for n in names if ".shared_l" in n and KERNEL_TENSOR.search(n)]
+NO_MATRIX = "adapters, biases, and projections fused into one matrix are not supported"
+ODD = "the other experts are understood, so this tensor is likely damaged: download or export its shard again"
+TWICE = "servers load whichever they read last: export the model again, with each layer once"
 
 
 def describe(checkpoint: Checkpoint, quantization: Quantization) -> Description:
@@ -43,22 +44,59 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description
     config = checkpoint.config
     family = find_family(config)
     model_type = str(config.get("model_type", ""))
+    kernel = [n for n in checkpoint.tensors if ".shared_l" in n and KERNEL_TENSOR.search(n)]
+    tensors = {n: info for n, info in checkpoint.tensors.items() if n not in kernel} if kernel else checkpoint.tensors
+    converted = [Problem("already-converted", "tensors in the kernel layout", kernel[0], CONVERT_ORIGINAL)] if kernel else []
     if family is None:
-        return Description(None, model_type, seen=seen_experts(checkpoint.tensors.values()))
-    grouping = group_layers(family, checkpoint.tensors, family.number(config, "num_hidden_layers"))
-    reader = _Reader(quantization.fp8_block, gated=family.gated)
-    layers = tuple(reader.describe(layer) for layer in grouping.layers)
-    n_shared = family.fixed_shared or family.number(config, family.n_shared_key) or 1
+        names = seen_experts(tensors.values())
+        return Description(None, model_type, conflicts=quantization.conflicts, seen=names, outside=tuple(converted))
+    grouping = group_layers(family, tensors, family.number(config, "num_hidden_layers"))
+    layers = _Reader(quantization.block_hint, gated=family.gated).describe(grouping.layers)
+    n_shared = family.shared_count(config) if any(m.shared for m in grouping.layers) else 0
+    found = (
+        *conflicts(family, config, quantization, layers, n_shared),
+        *_depth_conflicts(family, config, grouping),
+        *quantization.conflicts,
+    )
     return Description(
         family=family,
         model_type=model_type,
         section=family.section(config),
         n_shared=n_shared,
         layers=layers,
-        conflicts=tuple(conflicts(family, config, quantization, layers, n_shared)),
-        strays=grouping.strays,
+        conflicts=tuple(dict.fromkeys(found)),
         gaps=tuple(gaps(family, config, grouping.layers)),
+        outside=(*converted, *_strays(family, grouping)),
     )
+
+
+def _strays(family: Family, grouping: Grouping) -> Iterator[Problem]:
+    if not grouping.strays:
+        return
+    patterns = seen(grouping.strays)
+    names = some(f"{s.count} x {s.pattern} {list(s.example.shape)}" for s in patterns)
+    more = f" and {len(grouping.strays) - 1} more" if grouping.strays[1:] else ""
+    message = f"experts outside of the MoE blocks that {family.name} has: {names}"
+    yield Problem("expert-outside", message, f"{patterns[0].example.name}{more}", "padding would leave them at their old width")
+
+
+def _depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Grouping) -> Iterator[Problem]:
+    """Compare the numbers of layers in the config with what the tensors show: only an MTP layer has MTP tensors."""
+    depth, promised = family.number(config, "num_hidden_layers"), family.number(config, family.mtp_key)
+    marks = "MTP tensors (enorm, hnorm, eh_proj)"
+    for layers, what in ((grouping.beyond, f"have no {marks} and are decoder layers"), (grouping.early, f"have {marks}")):
+        if layers:
+            message = f"num_hidden_layers is {depth}, but these layers {what}: {some(layers)}"
+            hint = "write the number of decoder layers there that the checkpoint has, without MTP layers"
+            yield Problem("config-layers", message, "config.json", hint)
+    if promised and grouping.layers and not grouping.mtp:
+        message = f"{family.mtp_key} is {promised}, but no tensor is of an MTP layer"
+        hint = "servers load the model, but no drafter: if a file with the MTP layer was lost, download it again"
+        yield Problem("mtp-missing", message, "config.json", hint)
+
+
+Read = Mapping[Role, Format | FormatError]
+"""The formats of an expert's projections, and why some have none; projections that are missing are left out."""
 
 
 class _Reader:
@@ -67,84 +105,147 @@ class _Reader:
     def __init__(self, block_hint: tuple[int, int] | None, *, gated: bool) -> None:
         self.block_hint = block_hint
         self.gated = gated
-        self.known: dict[tuple[object, ...], dict[Role, Format]] = {}
+        self.known: dict[tuple[object, ...], Read] = {}
+        self.understood: tuple[set[Role], set[Role]] = set(), set()
 
-    def describe(self, layer: MoELayer) -> LayerDescription:
-        """Describe one layer, with every problem of every expert; equal problems are counted together."""
-        problems = _Problems()
+    def describe(self, layers: Iterable[MoELayer]) -> tuple[LayerDescription, ...]:
+        """Describe layers, with every problem of every expert; equal problems of a layer are counted together.
+
+        All are read before any is described: what fits no format is damage where others like it do.
+        """
+        read = [(m, [self._read(e) for e in m.routed], [self._read(m.shared)] if m.shared else []) for m in layers]
+        for _, *groups in read:
+            for of_shared, group in enumerate(groups):
+                self.understood[of_shared].update(r for e in group for r, f in e.items() if isinstance(f, Format))
+        return tuple(self._layer(*entry) for entry in read)
+
+    def _layer(self, layer: MoELayer, routed_read: list[Read], shared_read: list[Read]) -> LayerDescription:
+        problems = _Problems(layer)
+        for twin in layer.twins:
+            message = f"this layer is there twice, under other prefixes: {_prefix(layer.name)} and {_prefix(twin)}"
+            problems.add(Problem("layer-twice", message, layer.name, TWICE))
         if layer.stacked:
             stored = layer.stacked[0]
             message = f"routed experts in one {len(stored.shape)}-D tensor, {stored.dtype} {list(stored.shape)}"
-            problems.add(Problem("experts-stacked", message, stored.name, "only experts of their own, one by one, are supported"))
+            where = first_of(t.name for t in layer.stacked)
+            problems.add(Problem(STACKED, message, where, "only experts of their own, one by one, are supported"))
         for name in layer.unknown:
-            problems.add(Problem("expert-unknown", "an expert tensor that is not understood", name, "adapters are not supported"))
+            problems.add(Problem("expert-unknown", "an expert tensor that is not understood", name, NO_MATRIX))
         missing = _missing_experts(layer)
         if missing:
             message = f"no routed expert {some(map(str, missing))}"
             problems.add(Problem("expert-missing", message, layer.name, INCOMPLETE))
         if self.gated and layer.shared and layer.gate_tensor is None:
             problems.add(Problem("gate-missing", "no gate of the shared expert", layer.shared.name, INCOMPLETE))
-        routed = self._group(layer.routed, problems)
-        shared = self._group((layer.shared,), problems) if layer.shared else None
-        return LayerDescription(layer, routed, shared, problems.folded())
+        of_routed, of_shared = self.understood
+        routed = _group(layer.routed, routed_read, _Misfits(layer.routed, routed_read, of_routed), problems)
+        shared = (layer.shared,) if layer.shared else ()
+        shared_group = _group(shared, shared_read, _Misfits(shared, shared_read, of_shared), problems)
+        return LayerDescription(layer, routed, shared_group, problems.folded())
 
-    def _group(self, experts: tuple[Expert, ...], problems: _Problems) -> ExpertGroup | None:
-        first: dict[Role, Format] | None = None
-        whole = True
-        for expert in experts:
-            formats = self._expert(expert, problems)
-            if formats is None:
-                whole = False
-            elif first is None:
-                first = formats
-            elif formats is not first and formats != first:
-                whole = False
-                where = next(expert.projections[r].name for r in formats if formats[r] != first[r])
-                message = f"stored otherwise than {experts[0].name}: every expert of a layer must be stored alike"
-                problems.add(Problem("experts-differ", message, where))
-        if first is None or not whole:
-            return None
-        width, hidden = first[Role.GATE].shape
-        return ExpertGroup(experts, first, hidden, width)
-
-    def _expert(self, expert: Expert, problems: _Problems) -> dict[Role, Format] | None:
+    def _read(self, expert: Expert) -> Read:
         key = tuple(
             (role, suffix, info.dtype, info.shape)
             for role, projection in expert.projections.items()
             for suffix, info in projection.parts.items()
         )
-        formats = self.known.get(key)
-        if formats is None:
-            formats = self._read(expert, problems)
-            if formats is not None:
-                self.known[key] = formats
-        return formats
+        if key not in self.known:
+            self.known[key] = {role: self._format(p) for role, p in expert.projections.items()}
+        return self.known[key]
 
-    def _read(self, expert: Expert, problems: _Problems) -> dict[Role, Format] | None:
-        formats: dict[Role, Format] = {}
-        for role in Role:
-            projection = expert.projections.get(role)
-            if projection is None:
-                problems.add(Problem("projection-missing", f"no {role.value} projection", expert.name, INCOMPLETE))
-                continue
-            try:
-                formats[role] = read_format(projection.parts, self.block_hint)
-            except FormatError as e:
-                problems.add(replace(e.problem, where=f"{projection.name}.{e.problem.where}"))
-        if len(formats) < len(Role):
-            return None
-        gate, up, down = (formats[r].shape for r in Role)
-        if gate != up or down != gate[::-1]:
-            message = f"gate {list(gate)}, up {list(up)} and down {list(down)} do not make one MLP"
-            problems.add(Problem("expert-shape", message, expert.name, "is the checkpoint sharded by tensor parallelism?"))
-            return None
-        return formats
+    def _format(self, projection: Projection) -> Format | FormatError:
+        try:
+            return read_format(projection.parts, self.block_hint)
+        except FormatError as e:
+            return e
+
+
+class _Misfits:
+    """Tells damage from a format that is not supported, for the experts of a layer that are stored in one way.
+
+    A constant format is in all of them; one odd matrix among others that are understood is damage.
+    ``understood``: the projections that are understood in any layer.
+    """
+
+    def __init__(self, experts: tuple[Expert, ...], read: list[Read], understood: set[Role]) -> None:
+        errors = [f for found in read for f in found.values() if isinstance(f, FormatError)]
+        parts = [(e.projections[r].parts, f) for e, found in zip(experts, read, strict=True) for r, f in found.items() if errors]
+        self.understood = understood
+        self.dtypes = {_dtypes(p) for p, f in parts if isinstance(f, Format)}
+        self.constant = all(frozenset.intersection(*sides) for sides in zip(*(e.sides for e in errors if e.sides), strict=False))
+
+    def told(self, error: FormatError, role: Role, projection: Projection) -> Problem:
+        """Return the problem that a misfit is."""
+        problem = replace(error.problem, where=f"{projection.name}.{error.problem.where}")
+        code = problem.code
+        if error.lost:
+            return problem
+        if self.dtypes and (role in self.understood or _dtypes(projection.parts) in self.dtypes):
+            return replace(problem, code="matrix-odd", hint=ODD) if code in NOT_UNDERSTOOD else problem
+        if code in NOT_UNDERSTOOD or not self.constant:
+            return problem
+        return replace(problem, code="format-unknown", hint=SUPPORTED)
+
+
+def _dtypes(parts: Mapping[str, TensorInfo]) -> frozenset[tuple[str, str]]:
+    return frozenset((suffix, info.dtype) for suffix, info in parts.items())
+
+
+def _group(experts: tuple[Expert, ...], read: list[Read], judge: _Misfits, problems: _Problems) -> ExpertGroup | None:
+    first: dict[Role, Format] | None = None
+    like: Read | None = None
+    whole = True
+    for expert, found in zip(experts, read, strict=True):
+        if found is like:
+            continue
+        formats = _whole(expert, found, judge, problems)
+        if formats is None:
+            whole = False
+        elif first is None:
+            first, like = formats, found
+        elif formats != first:
+            whole = False
+            where = next(expert.projections[r].name for r in formats if formats[r] != first[r])
+            message = f"{_stored(formats)}, but {experts[0].name} is {_stored(first)}: a layer's experts must be stored alike"
+            problems.add(Problem("experts-differ", message, where))
+    if first is None or not whole:
+        return None
+    width, hidden = first[Role.GATE].shape
+    return ExpertGroup(experts, first, hidden, width)
+
+
+def _whole(expert: Expert, read: Read, judge: _Misfits, problems: _Problems) -> dict[Role, Format] | None:
+    """Return the formats of an expert that is complete and understood; what keeps it from that is added to ``problems``."""
+    formats: dict[Role, Format] = {}
+    unclear = any(name.startswith(f"{expert.name}.") for name in problems.layer.unknown)
+    for role in Role:
+        found = read.get(role)
+        if isinstance(found, Format):
+            formats[role] = found
+        elif isinstance(found, FormatError):
+            problems.add(judge.told(found, role, expert.projections[role]))
+        elif not unclear:
+            problems.add(Problem("projection-missing", f"no {role.value} projection", expert.name, INCOMPLETE))
+    if len(formats) < len(Role):
+        return None
+    gate, up, down = (formats[r].shape for r in Role)
+    if gate != up or down != gate[::-1]:
+        message = f"gate {list(gate)}, up {list(up)} and down {list(down)} do not make one MLP"
+        problems.add(Problem("expert-shape", message, expert.name, "is the checkpoint sharded by tensor parallelism?"))
+        return None
+    return formats
+
+
+def _stored(formats: Mapping[Role, Format]) -> str:
+    labels = dict.fromkeys(f.label for f in formats.values())
+    return f"{' / '.join(labels)}, {formats[Role.GATE].shape[0]} wide"
 
 
 class _Problems:
     """Problems of one layer; those that differ only in where they are become one."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: MoELayer) -> None:
+        self.layer = layer
         self.places: dict[Problem, list[str]] = {}
 
     def add(self, problem: Problem) -> None:
@@ -157,3 +258,8 @@ class _Problems:
 def _missing_experts(layer: MoELayer) -> list[int]:
     numbers = {int(e.name.rsplit(".", 1)[1]) for e in layer.routed}
     return sorted(set(range(max(numbers, default=-1) + 1)) - numbers)
+
+
+def _prefix(layer: str) -> str:
+    """Return what stands before a layer's number."""
+    return re.split(r"\.\d+(?:\.|$)", layer)[0]

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fse_convert.errors import Problem
-from fse_convert.model.families import Family
+from fse_convert.model.families import FAMILIES, Family
 from fse_convert.model.formats import Format
 from fse_convert.model.grouping import Seen
 from fse_convert.model.moe import Expert, MoELayer, Role
 
+STACKED = "experts-stacked"
 NOT_UNDERSTOOD = frozenset({
-    "experts-stacked", "expert-unknown", "expert-outside", "experts-differ", "dtype-unsupported", "weight-shape",
+    STACKED, "expert-unknown", "expert-outside", "experts-differ", "dtype-unsupported", "weight-shape",
     "part-ambiguous", "part-unknown", "format-unknown", "scale-dtype",
 })  # fmt: skip
 """Codes of problems with a checkpoint that is whole, but of a kind that is not supported; all others mean that it is broken."""
@@ -58,8 +59,8 @@ class Description:
 
     ``family`` None: no row knows this model type, ``layers`` is empty, and ``seen`` lists the names that look like
     experts. ``section``: the config section that holds the widths. ``n_shared``: shared experts per layer, by which the shared
-    width is divided. ``conflicts``: where the configs contradict the headers. ``strays``: expert tensors outside the family's
-    MoE blocks. ``gaps``: layers and experts that are missing.
+    width is divided; 0 where there is none. ``conflicts``: where the configs contradict the headers or each other. ``gaps``:
+    layers and experts that are missing. ``outside``: what is wrong outside of all layers.
     """
 
     family: Family | None
@@ -68,22 +69,22 @@ class Description:
     n_shared: int = 0
     layers: tuple[LayerDescription, ...] = ()
     conflicts: tuple[Problem, ...] = ()
-    strays: tuple[str, ...] = ()
     seen: tuple[Seen, ...] = ()
     gaps: tuple[Problem, ...] = ()
+    outside: tuple[Problem, ...] = ()
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Problems of all layers, in layer order, what is missing between them, and experts outside of any layer."""
+        """Problems of all layers, in layer order, what is missing between them, and what is outside of them."""
         return (*(p for layer in self.layers for p in layer.problems), *self.gaps, *self.outside)
 
     @property
-    def outside(self) -> tuple[Problem, ...]:
-        """The problem that ``strays`` are, if there are any."""
-        if not self.strays:
-            return ()
-        hint = "padding would leave them at their old width"
-        return (Problem("expert-outside", "experts outside the known MoE blocks", first_of(self.strays), hint),)
+    def unknown(self) -> Problem | None:
+        """Why nothing can be said of the model's layers: its family is not known, or its experts have other names."""
+        if self.family is None:
+            hint = f"known families: {', '.join(f.name for f in FAMILIES)}"
+            return Problem("family-unknown", f"model type {self.model_type!r} is not known", "config.json", hint)
+        return self.outside[0] if self.outside and not self.layers else None
 
     @property
     def widths(self) -> tuple[int, ...]:

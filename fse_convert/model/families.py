@@ -7,8 +7,9 @@ To add a family, add a row. Sources: model files of vLLM 0.33 and transformers 5
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -45,18 +46,71 @@ ERNIE = Sparse(first="moe_layer_start_index", last="moe_layer_end_index", step="
 """transformers 5.24 ernie4_5_moe/modeling_ernie4_5_moe.py."""
 
 
+class Share(Enum):
+    """Whose width a key states."""
+
+    ROUTED = "a routed expert"
+    SHARED = "the shared MLP"
+    ONE_SHARED = "one shared expert"
+
+
+@dataclass(frozen=True)
+class Width:
+    """A key from which some loader builds experts: padding edits every one that is there.
+
+    ``assumed``: the width that loaders take where the key is missing; empty where they then read another key. ``optional``:
+    some loaders never read it. ``dense``: dense MLPs of decoder layers are built from it too.
+    """
+
+    key: str
+    share: Share = Share.ROUTED
+    assumed: str = ""
+    optional: bool = False
+    dense: bool = False
+
+    def of(self, routed: int | None, shared: int | None, n_shared: int) -> int | None:
+        """Return what the key must say of experts so wide, ``n_shared`` of them shared; None where no integer says it."""
+        if self.share is Share.ROUTED:
+            return routed
+        if self.share is Share.SHARED or shared is None:
+            return shared
+        return shared // n_shared if n_shared and shared % n_shared == 0 else None
+
+
+DEFAULT = "a default of their own"
+MOE = Width("moe_intermediate_size", assumed=DEFAULT)
+EITHER = Width("intermediate_size", assumed=DEFAULT)
+QWEN_WIDTHS = (MOE, Width("shared_expert_intermediate_size", Share.SHARED, assumed=DEFAULT))
+SECTIONS = ("", "text_config")
+"""Where config.json keeps the text model's keys: at the top level, or nested."""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A key that config.json has, and the section that it stands in. ``number``: the one integer that ``value`` means, if any."""
+
+    section: str
+    key: str
+    value: Any
+    number: int | None
+
+    @property
+    def path(self) -> str:
+        """The key as people write it."""
+        return f"{self.section}.{self.key}" if self.section else self.key
+
+
 @dataclass(frozen=True)
 class Family:
     """One way of naming a MoE model's experts and of writing their sizes into config.json.
 
     ``layers`` and ``mtp`` are regular expressions for what stands before a layer's number, ``block`` for the MoE block
-    behind it. With ``mtp`` None, MTP layers are numbered on from ``num_hidden_layers`` (DeepSeek-V3). ``beside``: the
-    shared expert stands beside the block, not inside it. ``sections`` are the config's nested sections that may hold
-    the keys, tried in order. ``shared_width_key`` None: the shared width is ``width_key`` times ``n_shared_key``.
+    behind it. With ``mtp`` None, MTP layers are numbered on from the decoder layers (DeepSeek-V3). ``beside``: the
+    shared expert stands beside the block, not inside it. ``widths``: the keys that state how wide experts are.
+    ``n_routed_keys``, ``n_shared_keys``: the names of either number; ``per_modality``: as a list it has a part per modality.
     ``fixed_shared`` is the number of shared experts of families that have no key for it. ``gated``: a gate of its own
-    scales the shared expert's output. ``stacked``: the names under which the block itself holds all routed experts in one
-    3-D tensor. ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``: routed experts of MTP
-    layers, where they have a key of their own. ``routed_per_layer_key``: a list of their number, one per decoder layer.
+    scales the shared expert's output. ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``:
+    routed experts of MTP layers, where they have a key of their own.
     """
 
     name: str
@@ -69,18 +123,15 @@ class Family:
     beside: bool = False
     routed_names: Mapping[str, Role] = field(default_factory=lambda: PROJ_NAMES)
     shared_names: Mapping[str, Role] = field(default_factory=lambda: PROJ_NAMES)
-    width_key: str = "moe_intermediate_size"
-    shared_width_key: str | None = None
-    n_routed_key: str = "n_routed_experts"
-    n_shared_key: str | None = "n_shared_experts"
+    widths: tuple[Width, ...] = (MOE,)
+    n_routed_keys: tuple[str, ...] = ("n_routed_experts",)
+    n_shared_keys: tuple[str, ...] = ("n_shared_experts",)
+    per_modality: bool = False
     mtp_key: str | None = "num_nextn_predict_layers"
     fixed_shared: int | None = None
     gated: bool = False
-    stacked: frozenset[str] = frozenset()
     sparse: Sparse | None = DENSE_PREFIX
     mtp_routed_key: str | None = None
-    routed_per_layer_key: str | None = None
-    sections: tuple[str, ...] = ("", "text_config")
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -90,45 +141,72 @@ class Family:
         return re.compile(rf"(?P<layer>(?:{mtp}|{self.layers})\.(?P<number>\d+)){block}")
 
     def section(self, config: Mapping[str, Any]) -> str:
-        """Name of the config section that holds ``width_key``; empty for the top level."""
-        for name in self.sections:
-            inner = config.get(name) if name else config
-            if isinstance(inner, Mapping) and self.width_key in inner:
-                return name
-        return ""
+        """Name of the config section that holds the width of a routed expert; empty for the top level."""
+        return next((name for name in SECTIONS for w in self.widths if place(config, name).get(w.key) is not None), "")
+
+    def stated(self, config: Mapping[str, Any], *keys: str | None) -> Iterator[Stated]:
+        """Yield every statement of some keys that mean the same, those in the section that holds the widths first."""
+        for name in dict.fromkeys((self.section(config), *SECTIONS)):
+            for key in keys:
+                if key and (value := place(config, name).get(key)) is not None:
+                    yield Stated(name, key, value, self._number(key, value))
 
     def value(self, config: Mapping[str, Any], key: str | None) -> object:
-        """Read a key from the section that holds the widths, else from any other section; None when absent."""
-        for name in (self.section(config), "", *self.sections):
-            place = config.get(name) if name else config
-            if key and isinstance(place, Mapping) and place.get(key) is not None:
-                return place[key]
-        return None
+        """Read a key wherever it stands; None when absent."""
+        return next((s.value for s in self.stated(config, key)), None)
 
-    def number(self, config: Mapping[str, Any], key: str | None) -> int | None:
-        """Read an integer key as `value` does; a list of equal integers counts as one; None when absent or not an integer."""
-        value = self.value(config, key)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+    def number(self, config: Mapping[str, Any], *keys: str | None) -> int | None:
+        """Read an integer under any of its names; None when absent or not an integer."""
+        return next((s.number for s in self.stated(config, *keys)), None)
+
+    def shared_count(self, config: Mapping[str, Any]) -> int:
+        """Return the number of shared experts per layer: 0 where the key is null, one where the config does not say."""
+        written = self.number(config, *self.n_shared_keys)
+        if self.fixed_shared or written is not None:
+            return self.fixed_shared or written or 0
+        null = any(place(config, name).get(key, 1) is None for name in SECTIONS for key in self.n_shared_keys)
+        return 0 if null else 1
+
+    def _number(self, key: str, value: object) -> int | None:
+        """Return an integer: itself, a list of equal ones (one per layer), the sum of a list per modality; None of others."""
+        if isinstance(value, list) and value and all(type(v) is int for v in value):
+            if self.per_modality and key in (*self.n_routed_keys, *self.n_shared_keys):
+                return sum(value)
+            value = value[0] if len(set(value)) == 1 else None
+        return value if type(value) is int else None
+
+
+def place(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    """Return a section of config.json, the whole of it for an empty name; empty where there is none."""
+    found = config.get(section) if section else config
+    return found if isinstance(found, Mapping) else {}
 
 
 def _types(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
+DEEPSEEK_V4 = Family(
+    name="DeepSeek-V4",
+    model_types=_types("deepseek_v4", "deepseek_v4_text"),
+    source="vLLM 0.33 models/deepseek_v4/nvidia/model.py; transformers 5.24 deepseek_v4 (intermediate_size, where it is, wins)",
+    layers="layers",
+    mtp="mtp",
+    block="ffn",
+    routed_names=W_NAMES,
+    shared_names=W_NAMES,
+    widths=(MOE, Width("intermediate_size")),
+    sparse=EVERY_LAYER,
+    mtp_routed_key="dspark_n_routed_experts",
+)
+
 FAMILIES: tuple[Family, ...] = (
-    Family(
-        name="DeepSeek-V4",
-        model_types=_types("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text"),
-        source="vLLM 0.33 models/deepseek_v4/nvidia/model.py, models/deepseek_v41/nvidia/model.py",
-        layers="layers",
-        mtp="mtp",
-        block="ffn",
-        routed_names=W_NAMES,
-        shared_names=W_NAMES,
-        sparse=EVERY_LAYER,
-        mtp_routed_key="dspark_n_routed_experts",
+    DEEPSEEK_V4,
+    replace(
+        DEEPSEEK_V4,
+        model_types=_types("deepseek_v41", "deepseek_v41_text"),
+        source="vLLM 0.33 models/deepseek_v41/nvidia/model.py, transformers_utils/configs/deepseek_v41.py",
+        widths=(MOE,),
     ),
     Family(
         name="DeepSeek-V3",
@@ -163,9 +241,12 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="dots3-note",
         model_types=_types("dots3_note", "dots3_note_text"),
-        source="transformers 5.24 dots3_note: shared width is shared_experts_intermediate_size x n_shared_experts",
-        shared_width_key="shared_experts_intermediate_size",
-        routed_per_layer_key="pyramid_num_routed",
+        source="transformers 5.24 dots3_note; vLLM 0.33 models/dots3_note/nvidia/model.py:64-126 (pads a narrower shared MLP)",
+        widths=(
+            MOE,
+            Width("shared_experts_intermediate_size", Share.ONE_SHARED, assumed="1536 (transformers 5.24)", optional=True),
+            Width("moe_shared_expert_intermediate_size", Share.ONE_SHARED),
+        ),
     ),
     Family(
         name="MiniMax-M3",
@@ -174,11 +255,12 @@ FAMILIES: tuple[Family, ...] = (
         mtp=r"(?:language_model\.)?model\.mtp\.layers",
         block=SPARSE,
         routed_names=W_NAMES,
-        width_key="intermediate_size",
-        shared_width_key="shared_intermediate_size",
-        n_routed_key="num_local_experts",
+        widths=(
+            EITHER,
+            Width("shared_intermediate_size", Share.SHARED, assumed="3072 (transformers 5.24)", optional=True),
+        ),
+        n_routed_keys=("num_local_experts",),
         mtp_key="num_mtp_modules",
-        sections=("text_config", ""),
     ),
     Family(
         name="Kimi-Linear",
@@ -186,8 +268,8 @@ FAMILIES: tuple[Family, ...] = (
         source="transformers 5.24 conversion_mapping.py kimi_linear; vLLM 0.33 transformers_utils/configs/kimi_linear.py",
         block=f"{SPARSE}|mlp",
         routed_names=W_NAMES,
-        n_routed_key="num_experts",
-        n_shared_key="num_shared_experts",
+        n_routed_keys=("num_experts",),
+        n_shared_keys=("num_shared_experts", "n_shared_experts"),
     ),
     Family(
         name="Kimi-K3",
@@ -196,8 +278,8 @@ FAMILIES: tuple[Family, ...] = (
         layers=BARE_LAYERS,
         block=SPARSE,
         routed_names=W_NAMES,
-        n_routed_key="num_experts",
-        n_shared_key="num_shared_experts",
+        n_routed_keys=("num_experts",),
+        n_shared_keys=("num_shared_experts",),
     ),
     Family(
         name="Qwen3-Next",
@@ -205,9 +287,9 @@ FAMILIES: tuple[Family, ...] = (
         source="vLLM 0.33 model_executor/models/qwen3_next.py:151-160, qwen3_next_mtp.py",
         mtp=r"mtp\.layers",
         shared="shared_expert",
-        shared_width_key="shared_expert_intermediate_size",
-        n_routed_key="num_experts",
-        n_shared_key=None,
+        widths=QWEN_WIDTHS,
+        n_routed_keys=("num_experts",),
+        n_shared_keys=(),
         fixed_shared=1,
         gated=True,
         sparse=QWEN,
@@ -218,9 +300,9 @@ FAMILIES: tuple[Family, ...] = (
         source="vLLM 0.33 model_executor/models/qwen3_5.py, qwen3_5_mtp.py, models/qwen4_exp",
         mtp=r"mtp\.layers",
         shared="shared_expert",
-        shared_width_key="shared_expert_intermediate_size",
-        n_routed_key="num_experts",
-        n_shared_key=None,
+        widths=QWEN_WIDTHS,
+        n_routed_keys=("num_experts",),
+        n_shared_keys=(),
         mtp_key="mtp_num_hidden_layers",
         fixed_shared=1,
         gated=True,
@@ -232,9 +314,9 @@ FAMILIES: tuple[Family, ...] = (
         source="vLLM 0.33 model_executor/models/alice_ai.py:208-289",
         mtp=r"mtp\.layers",
         shared="shared_expert",
-        shared_width_key="shared_expert_intermediate_size",
-        n_routed_key="num_experts",
-        n_shared_key=None,
+        widths=QWEN_WIDTHS,
+        n_routed_keys=("num_experts",),
+        n_shared_keys=(),
         fixed_shared=1,
         gated=True,
         sparse=QWEN,
@@ -243,8 +325,9 @@ FAMILIES: tuple[Family, ...] = (
         name="Ernie-4.5",
         model_types=_types("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
         source="vLLM 0.33 model_executor/models/ernie45_moe.py:133-184; transformers 5.24 ernie4_5_vl_moe (list-valued widths)",
-        n_routed_key="moe_num_experts",
-        n_shared_key="moe_num_shared_experts",
+        n_routed_keys=("moe_num_experts",),
+        n_shared_keys=("moe_num_shared_experts",),
+        per_modality=True,
         sparse=ERNIE,
     ),
     Family(
@@ -253,31 +336,32 @@ FAMILIES: tuple[Family, ...] = (
         source="vLLM 0.33 model_executor/models/llama4.py:107-155; transformers 5.24 llama4 (stacked routed experts)",
         block="feed_forward",
         shared="shared_expert",
-        width_key="intermediate_size",
-        n_routed_key="num_local_experts",
-        n_shared_key=None,
+        widths=(EITHER,),
+        n_routed_keys=("num_local_experts",),
+        n_shared_keys=(),
         mtp_key=None,
         fixed_shared=1,
         sparse=None,
-        sections=("text_config", ""),
     ),
     Family(
         name="Hunyuan",
         model_types=_types("hunyuan_v1_moe"),
-        source="transformers 5.24 hunyuan_v1_moe (shared_mlp); num_shared_expert and moe_intermediate_size may be lists",
+        source="transformers 5.24 hunyuan_v1_moe:71, 253 (intermediate_size); SGLang 0.5.23 models/hunyuan.py:142-180 (both keys)",
+        widths=(Width("intermediate_size", assumed=DEFAULT, dense=True), Width("moe_intermediate_size")),
         shared="shared_mlp",
-        n_routed_key="num_experts",
-        n_shared_key="num_shared_expert",
+        n_routed_keys=("num_experts",),
+        n_shared_keys=("num_shared_expert",),
         mtp_key=None,
         sparse=None,
     ),
     Family(
         name="Hunyuan-V3",
         model_types=_types("hy_v3"),
-        source="transformers 5.24 conversion_mapping.py hy_v3 (shared_mlp); vLLM 0.33 model_executor/models/hy_v3.py:164-199",
+        source="transformers 5.24 conversion_mapping.py hy_v3 (shared_mlp); vLLM 0.33 model_executor/models/hy_v3.py:144-199",
         shared="shared_mlp",
-        n_routed_key="num_experts",
-        n_shared_key="num_shared_experts",
+        widths=(MOE, Width("expert_hidden_dim")),
+        n_routed_keys=("num_experts",),
+        n_shared_keys=("num_shared_experts",),
     ),
     Family(
         name="Hunyuan-V4",
@@ -292,12 +376,15 @@ FAMILIES: tuple[Family, ...] = (
         block="moe",
         shared="share_expert",
         beside=True,
-        shared_width_key="share_expert_dim",
-        n_routed_key="moe_num_experts",
-        n_shared_key=None,
+        widths=(
+            MOE,
+            Width("share_expert_dim", Share.SHARED, assumed="moe_intermediate_size x moe_top_k (vLLM 0.33)"),
+            Width("share_expert_dims", Share.SHARED),
+        ),
+        n_routed_keys=("moe_num_experts", "n_routed_experts"),
+        n_shared_keys=(),
         fixed_shared=1,
         sparse=None,
-        stacked=frozenset({"gate_proj", "up_proj", "down_proj"}),
     ),
 )
 

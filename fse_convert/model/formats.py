@@ -8,7 +8,7 @@ logical rows, a stored column for ``Tile.cols`` logical columns, and new element
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -27,6 +27,7 @@ CEIL_BLOCKS = (16, 32, 64, 128, 256)
 """Block sizes considered when a scale's shape has a partial last block and the config names no block."""
 MXFP8_BLOCK = (1, 32)
 """The block of FP8 weights that OCP calls MXFP8; it comes beside FP8 of any other block."""
+NOT_GATHERED = "saved by a sharded training run without gathering its weights? save it again with all of them"
 SUPPORTED = "supported: FP8 (F8_E4M3), packed MXFP4 and NVFP4 (I8, U8), BF16, F16, F32"
 
 
@@ -118,6 +119,11 @@ class Tile:
     fill: bytes
     nan: NaN | None
 
+    def stored(self, n: int, k: int, dimensions: int) -> tuple[int, ...]:
+        """Return the stored shape for ``[n, k]``: rows, rows and columns, or ``[rows, 1, columns, 1]`` (ModelOpt FP8_PB_WO)."""
+        rows, cols = ceil_div(n, self.rows), ceil_div(k, self.cols) if self.cols else 1
+        return (rows, 1, cols, 1) if dimensions == 4 else (rows, cols)[:dimensions]
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -155,11 +161,20 @@ class Format:
 
 
 class FormatError(Exception):
-    """A projection's headers make no format that is understood; the problem's ``where`` is the suffix at fault."""
+    """A projection's headers make no format that is understood; the problem's ``where`` is the suffix at fault.
 
-    def __init__(self, code: str, suffix: str, message: str, hint: str = "") -> None:
+    ``sides``: for scales that fit no format, the elements per scale that their shape allows, along rows and along columns.
+    """
+
+    def __init__(self, code: str, suffix: str, message: str, hint: str = "", sides: tuple[frozenset[int], ...] = ()) -> None:
         super().__init__(message)
         self.problem = Problem(code, message, suffix, hint)
+        self.sides = sides
+
+    @property
+    def lost(self) -> bool:
+        """Whether something is not there: no format, however foreign, is told by that."""
+        return self.problem.code in ("weight-missing", "scale-missing", "tensor-empty")
 
 
 def read_format(parts: Mapping[str, TensorInfo], block_hint: tuple[int, int] | None = None) -> Format:
@@ -169,11 +184,14 @@ def read_format(parts: Mapping[str, TensorInfo], block_hint: tuple[int, int] | N
     Raises FormatError naming the suffix at fault. Shapes: domain facts of the DeepSeek, Quark, ModelOpt and
     compressed-tensors releases.
     """
+    for suffix, info in parts.items():
+        if 0 in info.shape:
+            raise FormatError("tensor-empty", suffix, f"{info.dtype} {list(info.shape)} has no elements", NOT_GATHERED)
     weight, scale = _weight(parts), _one(parts, SCALES)
     dtype, shape = parts[weight].dtype, parts[weight].shape
     if dtype not in WEIGHT_DTYPES:
         raise FormatError("dtype-unsupported", weight, f"weights of dtype {dtype} are not supported", SUPPORTED)
-    if len(shape) != 2 or 0 in shape:
+    if len(shape) != 2:
         raise FormatError(
             "weight-shape", weight, f"expected a matrix, found shape {list(shape)}", "fused 3-D experts are not supported"
         )
@@ -247,30 +265,47 @@ def _format(
 
 def _fp8(parts: Mapping[str, TensorInfo], weight: str, scale: str, hint: tuple[int, int] | None) -> Format:
     info, s = parts[weight], parts[scale]
-    block = hint if hint and s.shape == _scale_shape(info, hint) else None
-    if block is None and prod(s.shape) == 1:  # with a block in the config, a small matrix of one block has one scale too
+    grid = s.shape
+    if len(grid) == 4 and grid[1::2] == (1, 1):  # ModelOpt's FP8_PB_WO, always in blocks of 128
+        grid, hint = grid[::2], hint or (128, 128)
+    block = hint if hint and grid == _scale_shape(info, hint) else None
+    if block is None and prod(grid) == 1:  # with a block in the config, a small matrix of one block has one scale too
         return _format(StorageKind.FP8_TENSOR, parts, weight, scale)
     if s.dtype not in FP8_SCALES:
         hint_text = f"supported: {', '.join(FP8_SCALES)}"
         raise FormatError("scale-dtype", scale, f"scales of dtype {s.dtype} beside FP8 weights", hint_text)
-    if block is None and s.shape in ((info.shape[0], 1), (info.shape[0],)):
+    if block is None and grid in ((info.shape[0], 1), (info.shape[0],)):
         return _format(StorageKind.FP8_CHANNEL, parts, weight, scale, scale_tile=(1, 0))
-    return _format(StorageKind.FP8_BLOCK, parts, weight, scale, block or _block(info, s, scale, hint))
+    return _format(StorageKind.FP8_BLOCK, parts, weight, scale, block or _block(info, grid, scale, hint))
 
 
 def _scale_shape(info: TensorInfo, block: tuple[int, int]) -> tuple[int, ...]:
     return tuple(ceil_div(size, side) for size, side in zip(info.shape, block, strict=True))
 
 
-def _block(info: TensorInfo, s: TensorInfo, scale: str, hint: tuple[int, int] | None) -> tuple[int, int]:
+def _block(info: TensorInfo, grid: tuple[int, ...], scale: str, hint: tuple[int, int] | None) -> tuple[int, int]:
     """Tell the block from the shapes; where they contradict the config's, only a usual one is believed: 64x64, 1x128."""
-    if len(s.shape) == 2:
-        rows, cols = (_side(size, count) for size, count in zip(info.shape, s.shape, strict=True))
+    if len(grid) == 2:
+        rows, cols = (_side(size, count) for size, count in zip(info.shape, grid, strict=True))
         if rows and cols and (hint is None or (cols in CEIL_BLOCKS and rows in (1, cols))):
             return rows, cols
     expected = f"expected {list(_scale_shape(info, hint))} of {hint[0]}x{hint[1]} blocks, " if hint else ""
-    message = f"{expected}found {list(s.shape)} scales for a weight of {list(info.shape)}"
-    raise FormatError("scale-geometry", scale, message, "the scale does not belong to this weight, or weight_block_size is wrong")
+    message = f"{expected}found {list(grid)} scales for an FP8 weight of {list(info.shape)}"
+    hint_text = "the scale does not belong to this weight, or weight_block_size is wrong"
+    raise FormatError("scale-geometry", scale, message, hint_text, _sides(info.shape, grid))
+
+
+def _sides(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[frozenset[int], ...]:
+    """Return the elements per scale that a grid of scales allows along each side; 0: all of them."""
+    return tuple(frozenset(_allowed(size, count)) for size, count in zip(shape, grid, strict=False))
+
+
+def _allowed(size: int, count: int) -> Iterator[int]:
+    yield from (b for b in CEIL_BLOCKS if ceil_div(size, b) == count)
+    if size % count == 0:
+        yield size // count
+    if count == 1:
+        yield 0
 
 
 def _side(size: int, count: int) -> int | None:
@@ -292,4 +327,4 @@ def _fp4(parts: Mapping[str, TensorInfo], weight: str, scale: str) -> Format:
         if facts.group and s.dtype in facts.scales and s.shape == (info.shape[0], ceil_div(2 * info.shape[1], facts.group)):
             return _format(kind, parts, weight, scale, (1, facts.group))
     message = f"{info.dtype} {list(info.shape)} with {s.dtype} {list(s.shape)} scales is neither MXFP4 nor NVFP4"
-    raise FormatError("scale-geometry", scale, message, "8-bit integers are not packed FP4: integer formats are not supported")
+    raise FormatError("scale-geometry", scale, message, "the scale does not belong to this weight", _sides(info.shape, s.shape))

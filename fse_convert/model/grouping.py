@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fse_convert.checkpoint.header import TensorInfo
+from fse_convert.checkpoint.names import natural_key
 from fse_convert.model.families import Family
 from fse_convert.model.moe import Expert, LayerKind, MoELayer, Projection, Role
 
 ROUTED = ".experts."
-EXPERT_MODULE = re.compile(r"(?:^|\.)(?:[a-z]+_)*(?:experts?|shared_mlp)(?:\.|$)")
-"""A module of experts anywhere in a name; not a router's ``expert_bias`` or a latent ``routed_expert_norm``."""
+EXPERT_MODULE = re.compile(r"(?:^|\.)(?:[a-z]+_)*(?:experts?|(?:shared|switch)_mlp)(?:\.|$)")
+"""A module of experts anywhere in a name, MLX's ``switch_mlp`` too; not a router's ``expert_bias`` or a ``routed_expert_norm``."""
+TOWER = re.compile(r"(?:^|\.)(?:vision|visual|image|video|audio|speech)[a-z_]*\.")
+"""Names of another model beside the language model: its experts have widths of their own (dots3-note's vision encoder)."""
+TEXT_LAYERS = r"(?:(?:model|language_model|text_model|module|transformer|backbone|llm)\.)*(?P<at>layers|mtp\.layers|mtp)"
+"""What stands before a layer's number in any spelling of a text model."""
+MTP_TENSOR = re.compile(r"(?P<layer>.+\.\d+)\.(?:enorm|hnorm|eh_proj|e_proj|h_proj|shared_head)\.")
+"""Tensors that only an MTP layer has, where it is numbered on from the decoder layers (vLLM 0.32, every ``*mtp.py``)."""
+MTP_MODULE = re.compile(r"(?:^|\.)mtp[._]")
+"""Names of an MTP layer that has a prefix of its own; Ernie's begin with ``model.mtp_``."""
 ROUTER_TENSORS = frozenset({"e_score_correction_bias", "expert_bias"})
 """Tensors of the router that some releases put under ``experts``."""
 STACKED = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w[123])(?:_|\.|$)")
@@ -28,18 +37,26 @@ Parts = dict[str, dict[str, TensorInfo]]
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The MoE layers of a model, decoder layers first, and expert tensors that belong to none of them."""
+    """The MoE layers of a model, decoder layers first, and expert tensors that belong to none of them.
+
+    ``beyond``: decoder layers numbered from ``num_hidden_layers`` on, ``early``: MTP layers numbered below it. ``mtp``: whether any
+    tensor is of an MTP layer, with or without experts.
+    """
 
     layers: tuple[MoELayer, ...]
-    strays: tuple[str, ...]
+    strays: tuple[TensorInfo, ...]
+    beyond: tuple[str, ...]
+    early: tuple[str, ...]
+    mtp: bool
 
 
 @dataclass(slots=True)
 class _Block:
-    """One MoE block while its tensors come in."""
+    """One MoE block while its tensors come in. ``layer``: the prefix of its layer; ``own``: whether that is one of MTP layers."""
 
-    kind: LayerKind
-    index: int
+    layer: str
+    number: int
+    own: bool
     name: str
     routed: dict[str, Parts] = field(default_factory=dict)
     shared: Parts = field(default_factory=dict)
@@ -56,7 +73,7 @@ class _Block:
 def group_layers(family: Family, tensors: Mapping[str, TensorInfo], num_layers: int | None) -> Grouping:
     """Group a checkpoint's tensors by the names of its family.
 
-    ``num_layers`` decides where MTP layers begin for families that number them on.
+    ``num_layers``: the config's number of decoder layers, by which MTP layers that are numbered on are counted.
     """
     return _Grouper(family, num_layers).run(tensors)
 
@@ -67,7 +84,11 @@ class _Grouper:
         self.num_layers = num_layers
         self.heads: dict[str, _Block | None] = {}
         self.blocks: dict[str, _Block] = {}
-        self.strays: list[str] = []
+        self.strays: list[TensorInfo] = []
+        self.elsewhere: dict[str, tuple[int, bool]] = {}
+        self.elsewhere_pattern = re.compile(rf"(?P<layer>{TEXT_LAYERS}\.(?P<number>\d+))\.(?:{family.block})")
+        self.marked: set[str] = set()
+        self.mtp = False
 
     def run(self, tensors: Mapping[str, TensorInfo]) -> Grouping:
         heads, names = self.heads, self.family.routed_names
@@ -78,19 +99,46 @@ class _Grouper:
                 continue
             block = heads[head] if head in heads else self._block(head)
             if block is None:
-                self.strays.append(name)
+                self.strays.append(info)
                 continue
-            parts = tail.split(".")
-            if len(parts) != 3 or parts[1] not in names:
+            expert, _, rest = tail.partition(".")
+            projection, _, suffix = rest.partition(".")
+            if projection not in names or not _is_part(suffix):
                 self._odd(block, info, tail)
                 continue
-            expert, projection, suffix = parts
             try:
                 block.routed[expert][projection][suffix] = info
             except KeyError:
                 self._first(block, expert, projection, suffix, info)
-        order = sorted(self.blocks.values(), key=lambda b: (b.kind is LayerKind.MTP, b.index, b.name))
-        return Grouping(tuple(self._layer(b) for b in order if not b.empty), tuple(self.strays))
+        return self._grouping()
+
+    def _grouping(self) -> Grouping:
+        """Tell decoder and MTP layers apart, and layers that are there twice."""
+        blocks = [b for b in self.blocks.values() if not b.empty]
+        marked = {int(layer.rpartition(".")[2]) for layer in self.marked}
+        decoder = [b for b in blocks if not b.own and b.layer not in self.marked]
+        depth = min([max([self.num_layers or 0, *(b.number + 1 for b in decoder)]), *marked])
+        layers: dict[tuple[LayerKind, int], MoELayer] = {}
+        for b in sorted(blocks, key=lambda b: (b.number, b.name)):
+            mtp = b.own or b.layer in self.marked
+            at = (LayerKind.MTP if mtp else LayerKind.DECODER, b.number - depth if mtp and not b.own else b.number)
+            first = layers.get(at)
+            layers[at] = replace(first, twins=(*first.twins, b.layer)) if first else self._layer(b, *at)
+        for layer, (number, mtp) in sorted(self.elsewhere.items()):
+            at = (LayerKind.MTP if mtp else LayerKind.DECODER, number)
+            if at in layers:
+                layers[at] = replace(layers[at], twins=(*layers[at].twins, layer))
+        twins = tuple(f"{twin}." for m in layers.values() for twin in m.twins)
+        limit = self.num_layers
+        beyond = (b.layer for b in decoder if limit is not None and b.number >= limit)
+        early = (m for m in self.marked if limit is not None and int(m.rpartition(".")[2]) < limit)
+        return Grouping(
+            layers=tuple(m for _, m in sorted(layers.items(), key=lambda pair: (pair[0][0] is LayerKind.MTP, pair[0][1]))),
+            strays=tuple(t for t in self.strays if not t.name.startswith(twins) and not TOWER.search(t.name)),
+            beyond=tuple(sorted(beyond, key=natural_key)),
+            early=tuple(sorted(early, key=natural_key)),
+            mtp=self.mtp or bool(self.marked) or any(b.own for b in blocks),
+        )
 
     @staticmethod
     def _first(block: _Block, expert: str, projection: str, suffix: str, info: TensorInfo) -> None:
@@ -104,21 +152,20 @@ class _Grouper:
         m = self.family.pattern.fullmatch(head)
         if m is None:
             self.heads[head] = None
+            if other := self.elsewhere_pattern.fullmatch(head):
+                self.elsewhere[other["layer"]] = int(other["number"]), other["at"] != "layers"
             return None
         name = head if m["block"] else f"{head}.{self.family.block}"
         block = self.blocks.get(name)
         if block is None:
-            number = int(m["number"])
-            beyond = self.num_layers is not None and self.family.mtp is None and number >= self.num_layers
-            index = number - (self.num_layers or 0) if beyond else number
-            block = self.blocks[name] = _Block(LayerKind.MTP if m["mtp"] or beyond else LayerKind.DECODER, index, name)
+            block = self.blocks[name] = _Block(m["layer"], int(m["number"]), bool(m["mtp"]), name)
         self.heads[head] = block
         return block
 
     def _odd(self, block: _Block, info: TensorInfo, tail: str) -> None:
         """Sort a tensor below ``experts`` that is not a single expert's matrix."""
         first = tail.partition(".")[0]
-        if STACKED.match(tail):
+        if STACKED.match(tail) or (len(info.shape) > 2 and not first.isdecimal()):
             block.stacked.append(info)
         elif first not in ROUTER_TENSORS:
             block.unknown.append(info.name)
@@ -133,51 +180,55 @@ class _Grouper:
         head, of_gate, _ = name.partition(f".{shared}_gate.")
         if of_gate and (block := self._known(head)):
             block.gate = name
-        elif self.family.stacked and (block := self._stacked(name)):
+        elif len(info.shape) > 2 and (block := self._around(name)):
             block.stacked.append(info)
         elif EXPERT_MODULE.search(name):
-            self._unknown(name)
+            block = self._around(name)
+            if block:
+                block.unknown.append(name)
+            else:
+                self.strays.append(info)
+        elif MTP_MODULE.search(name):
+            self.mtp = True
+        elif m := MTP_TENSOR.match(name):
+            self.marked.add(m["layer"])
 
     def _shared(self, head: str, tail: str, info: TensorInfo) -> None:
         block = self._known(head)
         if block is None:
-            self.strays.append(info.name)
+            self.strays.append(info)
             return
         projection, _, suffix = tail.partition(".")
-        if projection in self.family.shared_names and suffix and "." not in suffix:
+        if projection in self.family.shared_names and _is_part(suffix):
             block.shared.setdefault(projection, {})[suffix] = info
             block.shared_name = f"{head}.{self.family.shared}"
         else:
             block.unknown.append(info.name)
 
-    def _stacked(self, name: str) -> _Block | None:
-        head, _, rest = name.rpartition(".")
-        head, _, projection = head.rpartition(".")
-        return self._known(head) if projection in self.family.stacked and rest and self._is_block(head) else None
-
-    def _is_block(self, head: str) -> bool:
-        m = self.family.pattern.fullmatch(head)
-        return bool(m and m["block"])
-
     def _known(self, head: str) -> _Block | None:
         return self.heads[head] if head in self.heads else self._block(head)
 
-    def _unknown(self, name: str) -> None:
-        """File an expert tensor under the block whose prefix it has, else among the strays."""
+    def _around(self, name: str) -> _Block | None:
+        """Return the block whose prefix a name has."""
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
-            head = ".".join(parts[:end])
-            if self._is_block(head) and (block := self._known(head)):
-                block.unknown.append(name)
-                return
-        self.strays.append(name)
+            m = self.family.pattern.fullmatch(head := ".".join(parts[:end]))
+            if m and m["block"]:
+                return self._known(head)
+        return None
 
-    def _layer(self, b: _Block) -> MoELayer:
+    def _layer(self, b: _Block, kind: LayerKind, index: int) -> MoELayer:
         names, shared_names = self.family.routed_names, self.family.shared_names
         experts = ((int(e), parts) for e, parts in b.routed.items())
         routed = tuple(_expert(f"{b.name}.experts.{e}", parts, names) for e, parts in sorted(experts, key=lambda pair: pair[0]))
         shared = _expert(b.shared_name, b.shared, shared_names) if b.shared else None
-        return MoELayer(b.name, b.kind, b.index, routed, shared, b.gate, tuple(b.unknown), tuple(b.stacked))
+        unknown, stacked = sorted(b.unknown, key=natural_key), sorted(b.stacked, key=lambda t: natural_key(t.name))
+        return MoELayer(b.name, kind, index, routed, shared, b.gate, tuple(unknown), tuple(stacked))
+
+
+def _is_part(suffix: str) -> bool:
+    """Tell whether a suffix is of one of a matrix's own tensors; bitsandbytes hangs its own below ``weight``."""
+    return bool(suffix) and ("." not in suffix or suffix.startswith("weight."))
 
 
 def _expert(name: str, parts: Parts, names: Mapping[str, Role]) -> Expert:
@@ -194,9 +245,14 @@ class Seen:
 
 
 def seen_experts(tensors: Iterable[TensorInfo]) -> tuple[Seen, ...]:
-    """List the patterns of names in which experts occur, for a model that no family explains."""
+    """List the patterns of the names of experts, for a model that no family explains."""
+    return seen(info for info in tensors if "expert" in info.name or EXPERT_MODULE.search(info.name))
+
+
+def seen(tensors: Iterable[TensorInfo]) -> tuple[Seen, ...]:
+    """Put names together that differ in their numbers only."""
     by_pattern: dict[str, list[TensorInfo]] = {}
     for info in tensors:
-        if "expert" in info.name or "shared_mlp" in info.name:
-            by_pattern.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", info.name), []).append(info)
-    return tuple(Seen(pattern, len(infos), infos[0]) for pattern, infos in sorted(by_pattern.items()))
+        by_pattern.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", info.name), []).append(info)
+    first = {pattern: min(infos, key=lambda t: (len(t.name), t.name)) for pattern, infos in by_pattern.items()}
+    return tuple(Seen(pattern, len(infos), first[pattern]) for pattern, infos in sorted(by_pattern.items()))

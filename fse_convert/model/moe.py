@@ -46,7 +46,8 @@ class MoELayer:
 
     ``name`` is the block's prefix (``layers.3.ffn``), ``index`` its number within its kind. ``routed`` are in expert order;
     ``gate_tensor`` is the shared expert's own gate (Qwen) if there is one; ``unknown`` are expert tensors that no rule
-    explains, ``stacked`` those that hold all routed experts of the layer in one 3-D tensor (Llama 4).
+    explains, ``stacked`` those that hold all routed experts of the layer in one 3-D tensor (Llama 4). ``twins``: other prefixes
+    under which the same layer is there too.
     """
 
     name: str
@@ -57,3 +58,4 @@ class MoELayer:
     gate_tensor: str | None
     unknown: tuple[str, ...]
     stacked: tuple[TensorInfo, ...] = ()
+    twins: tuple[str, ...] = ()

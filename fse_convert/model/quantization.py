@@ -7,9 +7,10 @@ Malformed values never raise; they become conflicts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from fse_convert.errors import Problem
 
@@ -25,14 +26,26 @@ READ_BY = {
 }
 """Those of them that servers read for a method, the first with entries (vLLM 0.33 fp8.py, quark.py, modelopt.py)."""
 
-MODELOPT_METHODS = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "FP8_PB_WO": "modelopt"} | {
-    "NVFP4": "modelopt_fp4",
-    "W4A16_NVFP4": "modelopt_fp4",
-    "MXFP8": "modelopt_mxfp8",
-    "MIXED_PRECISION": "modelopt_mixed",
+MODELOPT = {
+    "FP8": ("modelopt", "FP8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("modelopt", "FP8"),
+    "FP8_PB_WO": ("modelopt", "FP8"),
+    "NVFP4": ("modelopt_fp4", "NVFP4"),
+    "W4A16_NVFP4": ("modelopt_fp4", "NVFP4"),
+    "MXFP8": ("modelopt_mxfp8", "MXFP8"),
+    "MIXED_PRECISION": ("modelopt_mixed", ""),
 }
-"""Methods by ``quant_algo`` of NVIDIA ModelOpt, for files that name no ``quant_method``."""
+"""By ``quant_algo`` of NVIDIA ModelOpt: the method of files that name no ``quant_method``, and what weights are stored as."""
+WEIGHTS = {"fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "gpt_oss_mxfp4": "MXFP4"}
+"""What weights are stored as, by methods that store them in one way."""
+SAME = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"} | {m: "modelopt" for m, _ in MODELOPT.values()}
+"""Other spellings of a method: what servers make of them differs, what is stored does not."""
+BLOCK, SCHEME_BLOCKS = "weight_block_size", ("block_structure", "block_size")
+"""Keys of an FP8 block: DeepSeek's, and in a scheme compressed-tensors' and Quark's."""
 
+INNER = {"config.json": "quantization_config", "config.json:text_config": "text_config.quantization_config"}
+"""Names of quantisations whose keys may also stand beside them."""
+_Place = tuple[str, Mapping[str, Any]]
 
 NOT_AN_OBJECT = "quantization-not-an-object"
 FP8_METHODS = ("fp8", "deepseek_v4_fp8")
@@ -45,8 +58,9 @@ class Quantization:
 
     ``source`` names where it stands: ``config.json``, ``config.json:text_config``, ``config.json:compression_config``,
     ``hf_quant_config.json``, or empty for an unquantised model. ``method`` is ``quant_method`` in lower case, None when
-    it is missing. ``block`` is ``weight_block_size``. ``ignore`` is the list that servers read, found under ``ignore_key``;
-    ``raw`` the dictionary itself. ``conflicts``: what is malformed, and where configs contradict each other.
+    it is missing. ``block_hint``: the FP8 block that is stated anywhere, under ``block_key``; ``block``: the same where servers
+    read one for the method. ``ignore`` is the list that servers read, found under ``ignore_key``; ``raw`` the dictionary itself.
+    ``conflicts``: what is malformed, and where configs contradict each other.
     """
 
     source: str = ""
@@ -54,6 +68,8 @@ class Quantization:
     quant_algo: str | None = None
     moe_quant_algo: str | None = None
     block: tuple[int, int] | None = None
+    block_hint: tuple[int, int] | None = None
+    block_key: str = ""
     ignore: tuple[str, ...] = ()
     ignore_key: str | None = None
     expert_dtype: str | None = None
@@ -70,11 +86,6 @@ class Quantization:
         """True where any config describes a quantisation."""
         return bool(self.source)
 
-    @property
-    def fp8_block(self) -> tuple[int, int] | None:
-        """The FP8 block that servers believe the weights to have; None where they read none."""
-        return self.block if self.method in FP8_METHODS else None
-
 
 def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any] | None = None) -> Quantization:
     """Read the quantisation that config.json describes, else the one of ``hf_quant_config.json`` (``quant_config``).
@@ -82,71 +93,187 @@ def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any]
     Precedence as vLLM 0.33 has it: config.json's ``quantization_config``, then ``hf_quant_config.json``
     (transformers_utils/config.py), then ``compression_config``, then ``text_config`` (model_arch_config_convertor.py).
     """
-    places = list(_places(config, quant_config))
-    dtypes = list(_expert_dtypes(config, places))
+    candidates = _candidates(config, quant_config)
+    sections = [_Section(source, value) for source, value in candidates.items() if isinstance(value, Mapping)]
+    top, inner = list(_top(config)), [(INNER.get(s.source, s.source), s.flat) for s in sections]
+    dtypes, blocks = list(_expert_dtypes([*top, *inner])), list(_blocks([*inner, *top]))
+    conflicts = [*_not_objects(candidates), *_contradicting(sections), *_dtype_conflicts(dtypes), *_block_conflicts(blocks)]
+    block = next((b for b in blocks if b.sides), NO_BLOCK)
     dtype = dtypes[0][1] if dtypes else None
-    conflicts = [*_not_objects(config, quant_config), *_contradicting(places), *_dtype_conflicts(dtypes)]
-    if not places:
-        return Quantization(expert_dtype=dtype, conflicts=tuple(conflicts))
-    source, raw = places[0]
-    inner = _inner(raw)
-    method = _method(raw, inner)
-    ignore, ignore_key, ignore_conflicts = _ignore(raw, inner, method)
-    block = _block(raw)
-    conflicts += [*_method_conflicts(method, raw), *ignore_conflicts, *_block_conflicts(raw, block), *_quark_conflicts(raw, method)]
-    return Quantization(
-        source=source,
-        method=method,
-        quant_algo=_upper(inner.get("quant_algo")),
-        moe_quant_algo=_upper(raw.get("moe_quant_algo")),
-        block=block,
+    anywhere = Quantization(expert_dtype=dtype, block_hint=block.sides, block_key=block.key, conflicts=tuple(conflicts))
+    if not sections:
+        return anywhere
+    read = sections[0]
+    one_block = read.method in FP8_METHODS or (read.method == "compressed-tensors" and len(list(_schemes(read.flat))) == 1)
+    ignore, ignore_key, ignore_conflicts = _ignore(read.flat, read.method)
+    return replace(
+        anywhere,
+        source=read.source,
+        method=read.method,
+        quant_algo=_upper(read.flat.get("quant_algo")),
+        moe_quant_algo=_upper(read.flat.get("moe_quant_algo")),
+        block=block.sides if one_block else None,
         ignore=ignore,
         ignore_key=ignore_key,
-        expert_dtype=dtype,
-        raw=raw,
-        conflicts=tuple(conflicts),
+        raw=read.raw,
+        conflicts=(*conflicts, *_method_conflicts(read), *ignore_conflicts, *_quark_conflicts(read)),
     )
 
 
-def _places(config: Mapping[str, Any], quant_config: Mapping[str, Any] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _candidates(config: Mapping[str, Any], quant_config: object) -> dict[str, object]:
     text = config.get("text_config")
-    candidates = (
-        ("config.json", config.get("quantization_config")),
-        ("hf_quant_config.json", quant_config),
-        ("config.json:compression_config", config.get("compression_config")),
-        ("config.json:text_config", text.get("quantization_config") if isinstance(text, Mapping) else None),
-    )
-    for source, value in candidates:
-        if isinstance(value, Mapping):
-            yield source, value
+    return {
+        "config.json": config.get("quantization_config"),
+        "hf_quant_config.json": quant_config,
+        "config.json:compression_config": config.get("compression_config"),
+        "config.json:text_config": text.get("quantization_config") if isinstance(text, Mapping) else None,
+    }
 
 
-def _not_objects(config: Mapping[str, Any], quant_config: object) -> Iterator[Problem]:
-    for where, value in (("config.json", config.get("quantization_config")), ("hf_quant_config.json", quant_config)):
+def _not_objects(candidates: Mapping[str, object]) -> Iterator[Problem]:
+    for where, value in candidates.items():
         if value is not None and not isinstance(value, Mapping):
             yield Problem(NOT_AN_OBJECT, f"expected an object, found {type(value).__name__}", where=where)
 
 
-def _inner(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part that holds ModelOpt's keys: ``quantization`` in its own file, else the dictionary itself."""
-    inner = raw.get("quantization")
-    return inner if isinstance(inner, Mapping) else raw
+class _Section:
+    """One place that describes a quantisation, and what it says, however it spells it."""
+
+    def __init__(self, source: str, raw: Mapping[str, Any]) -> None:
+        self.source, self.raw = source, raw
+        inner = raw.get("quantization")  # ModelOpt's own file
+        self.flat: Mapping[str, Any] = {**raw, **inner} if isinstance(inner, Mapping) else raw
+        self.method = _method(raw, self.flat)
+        self.ignored = {name for key in IGNORE_KEYS for name in _names(self.flat.get(key))}
+
+    @property
+    def named(self) -> dict[str, str]:
+        """What the section calls its scheme, spelled alike."""
+        method, algo = self.flat.get("quant_method"), self.flat.get("quant_algo")
+        found = {"quant_method": SAME.get(str(method).lower(), str(method).lower()), "quant_algo": str(algo).upper()}
+        return {key: value for key, value in found.items() if isinstance(self.flat.get(key), str)}
+
+    @property
+    def weights(self) -> set[str]:
+        """What the section stores weights as: FP8, MXFP8, NVFP4, MXFP4, INT4 ...; empty where it does not say."""
+        algos = (_upper(self.flat.get(key)) for key in ("quant_algo", "moe_quant_algo"))
+        found = {MODELOPT[a][1] for a in algos if a in MODELOPT} | {_weights(scheme) for scheme in _schemes(self.flat)}
+        bits = f"INT{self.flat['bits']}" if type(self.flat.get("bits")) is int else ""
+        return (found | {bits, WEIGHTS.get(self.named.get("quant_method", ""), "")}) - {""}
 
 
-def _method(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> str | None:
+def _schemes(flat: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the descriptions of weights in compressed-tensors' groups, and in Quark's global and per-layer schemes."""
+    places = [(flat.get("config_groups"), "weights"), (flat.get("layer_quant_config"), "weight")]
+    places.append(({"": flat.get("global_quant_config")}, "weight"))
+    for groups, key in places:
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            scheme = group.get(key) if isinstance(group, Mapping) else None
+            if isinstance(scheme, Mapping):
+                yield scheme
+
+
+def _weights(scheme: Mapping[str, Any]) -> str:
+    """Name the elements of a scheme: ``type`` and ``num_bits`` (compressed-tensors), or ``dtype`` (Quark)."""
+    element = re.match(r"(int|fp|float)(\d+)", str(scheme.get("dtype") or f"{scheme.get('type')}{scheme.get('num_bits')}"))
+    if element is None:
+        return ""
+    group = scheme.get("group_size")
+    scaled = {32: "MX", 16: "NV"}.get(group, "") if isinstance(group, int) else ""
+    return f"INT{element[2]}" if element[1] == "int" else f"{scaled}FP{element[2]}"
+
+
+def _expert_dtypes(places: list[_Place]) -> Iterator[tuple[str, str]]:
+    """Yield every ``expert_dtype`` with its place: DeepSeek-V4 writes it at the top level, V4.1 inside ``quantization_config``."""
+    for source, place in places:
+        if isinstance(value := place.get("expert_dtype"), str):
+            yield source, value
+
+
+def _dtype_conflicts(dtypes: list[tuple[str, str]]) -> Iterator[Problem]:
+    for source, value in dtypes[1:]:
+        if value != dtypes[0][1]:
+            yield Problem("expert-dtype-conflict", f"expert_dtype is {value!r} here and {dtypes[0][1]!r} elsewhere", where=source)
+
+
+class _Block(NamedTuple):
+    """An FP8 block as written, with its place; ``sides`` where it is a pair of positive integers."""
+
+    source: str
+    key: str
+    value: object
+    sides: tuple[int, int] | None
+
+
+NO_BLOCK = _Block("", "", None, None)
+
+
+def _blocks(places: list[_Place]) -> Iterator[_Block]:
+    """Yield every block that is stated, those of one place in an order that does not depend on its keys'."""
+    for source, place in places:
+        scopes = [(place, (BLOCK,)), *((scheme, SCHEME_BLOCKS) for scheme in _schemes(place))]
+        written = [(key, scope[key]) for scope, keys in scopes for key in keys if scope.get(key) is not None]
+        blocks = (_Block(source, key, value, _sides(value, words=key != BLOCK)) for key, value in written)
+        yield from sorted(blocks, key=lambda b: (b.sides or (0, 0), repr(b.value)))
+
+
+def _sides(value: object, *, words: bool) -> tuple[int, int] | None:
+    """Read a block: two positive integers, or both in a word as compressed-tensors may write it, ``128x128``."""
+    if words and isinstance(value, str) and (both := re.fullmatch(r"(\d+)x(\d+)", value)):
+        value = [int(side) for side in both.groups()]
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(side) is int and side > 0 for side in value):
+        return value[0], value[1]
+    return None
+
+
+def _block_conflicts(blocks: list[_Block]) -> Iterator[Problem]:
+    """Find blocks that are none, and places that state another block than the first place does."""
+    for b in blocks:
+        if b.sides is None:
+            yield Problem("block-size-invalid", f"expected two positive integers, found {b.value!r}", where=b.key)
+    first = [b for b in blocks if b.source == blocks[0].source]
+    for b in blocks:
+        if b.sides and any(f.sides for f in first) and b.source != first[0].source and b.sides not in [f.sides for f in first]:
+            message = f"{b.key} is {b.value!r} here and {first[0].value!r} in {first[0].source}"
+            yield Problem("quantization-conflict", message, where=b.source)
+
+
+def _top(config: Mapping[str, Any]) -> Iterator[_Place]:
+    yield "config.json", config
+    if isinstance(text := config.get("text_config"), Mapping):
+        yield "config.json:text_config", text
+
+
+def _contradicting(sections: list[_Section]) -> Iterator[Problem]:
+    """Compare the other places that describe a quantisation with the one that is read: its name, its elements, its exclusions."""
+    for other in sections[1:]:
+        read = sections[0]
+        both = [key for key in read.named if key in other.named and read.named[key] != other.named[key]]
+        mine, theirs = read.weights, other.weights
+        if both:
+            message = f"{both[0]} is {other.flat[both[0]]!r} here and {read.flat[both[0]]!r} in {read.source}"
+            yield Problem("quantization-conflict", message, where=other.source)
+        elif mine and theirs and not (mine <= theirs or theirs <= mine):
+            message = f"weights are {', '.join(sorted(theirs))} here and {', '.join(sorted(mine))} in {read.source}"
+            yield Problem("quantization-conflict", message, where=other.source, hint=f"servers read {read.source}")
+        if read.ignored != other.ignored:
+            more, fewer = len(other.ignored - read.ignored), len(read.ignored - other.ignored)
+            message = f"excludes {more} modules that {read.source} does not, and lacks {fewer}"
+            yield Problem("quantization-conflict", message, where=other.source, hint=f"servers read {read.source}")
+
+
+def _method(raw: Mapping[str, Any], flat: Mapping[str, Any]) -> str | None:
     method = raw.get("quant_method")
     if isinstance(method, str) and method:
         return method.lower().replace("compressed_tensors", "compressed-tensors")
     producer = raw.get("producer")
     if isinstance(producer, Mapping) and producer.get("name") == "modelopt":
-        return MODELOPT_METHODS.get(str(inner.get("quant_algo", "")).upper())
+        return MODELOPT.get(_upper(flat.get("quant_algo")) or "", (None, ""))[0]
     return None
 
 
-def _ignore(
-    raw: Mapping[str, Any], inner: Mapping[str, Any], method: str | None
-) -> tuple[tuple[str, ...], str | None, tuple[Problem, ...]]:
-    written = {key: value for key in IGNORE_KEYS for place in (inner, raw) if (value := place.get(key)) is not None}
+def _ignore(flat: Mapping[str, Any], method: str | None) -> tuple[tuple[str, ...], str | None, tuple[Problem, ...]]:
+    written = {key: value for key in IGNORE_KEYS if (value := flat.get(key)) is not None}
     keys = READ_BY.get(method or "", ("ignore", "exclude_modules") if (method or "").startswith("modelopt") else IGNORE_KEYS)
     problems = [
         Problem("ignore-not-a-list", f"{key} must be a list of module names, found {type(value).__name__}", where=key)
@@ -170,72 +297,18 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(entry for entry in value if isinstance(entry, str)) if isinstance(value, list) else ()
 
 
-def _block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    value = raw.get("weight_block_size")
-    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(side) is int and side > 0 for side in value):
-        return value[0], value[1]
-    return None
-
-
-def _block_conflicts(raw: Mapping[str, Any], block: tuple[int, int] | None) -> Iterator[Problem]:
-    value = raw.get("weight_block_size")
-    if value is not None and block is None:
-        yield Problem("block-size-invalid", f"expected two positive integers, found {value!r}", where="weight_block_size")
-
-
-def _expert_dtypes(config: Mapping[str, Any], places: list[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
-    """Yield every ``expert_dtype`` with its place: DeepSeek-V4 writes it at the top level, V4.1 inside ``quantization_config``."""
-    named = [("quantization_config" if source == "config.json" else source, place) for source, place in places]
-    for source, place in (("config.json", config), ("config.json:text_config", config.get("text_config")), *named):
-        value = place.get("expert_dtype") if isinstance(place, Mapping) else None
-        if isinstance(value, str):
-            yield source, value
-
-
-def _dtype_conflicts(dtypes: list[tuple[str, str]]) -> Iterator[Problem]:
-    for source, value in dtypes[1:]:
-        if value != dtypes[0][1]:
-            yield Problem("expert-dtype-conflict", f"expert_dtype is {value!r} here and {dtypes[0][1]!r} elsewhere", where=source)
-
-
-def _contradicting(places: list[tuple[str, Mapping[str, Any]]]) -> Iterator[Problem]:
-    """Compare the other places that describe a quantisation with the one that is read."""
-    if not places:
-        return
-    read_from, first = places[0]
-    for source, other in places[1:]:
-        for key in ("quant_algo", "weight_block_size"):
-            mine, theirs = _inner(first).get(key), _inner(other).get(key)
-            if theirs is not None and _folded(mine) != _folded(theirs):
-                yield Problem("quantization-conflict", f"{key} is {theirs!r} here and {mine!r} in {read_from}", where=source)
-        mine, theirs = _all_ignored(first), _all_ignored(other)
-        if mine != theirs:
-            message = f"excludes {len(theirs - mine)} modules that {read_from} does not, and lacks {len(mine - theirs)}"
-            yield Problem("quantization-conflict", message, where=source, hint=f"servers read {read_from}")
-
-
-def _folded(value: object) -> object:
-    return value.upper() if isinstance(value, str) else value
-
-
-def _all_ignored(raw: Mapping[str, Any]) -> set[str]:
-    return {name for key in IGNORE_KEYS for name in _names(_inner(raw).get(key))}
-
-
-def _method_conflicts(method: str | None, raw: Mapping[str, Any]) -> Iterator[Problem]:
-    if method is None:
+def _method_conflicts(read: _Section) -> Iterator[Problem]:
+    if read.method is None:
         message, hint = "a quantisation is described without a quant_method", "vLLM loads such a model as unquantised"
         yield Problem("quant-method-missing", message, "quantization_config", hint)
-    elif method in MODELOPT_METHODS.values() and "quant_method" not in raw and _upper(_inner(raw).get("quant_algo")) == "MXFP8":
+    elif read.method == "modelopt_mxfp8" and "quant_method" not in read.raw:
         hint = "vLLM 0.33 knows MXFP8 from config.json only: there it raises Unknown ModelOpt quant algo: MXFP8"
         yield Problem("modelopt-file-unread", "MXFP8 is described by hf_quant_config.json alone", "hf_quant_config.json", hint)
 
 
-def _quark_conflicts(raw: Mapping[str, Any], method: str | None) -> Iterator[Problem]:
-    if method != "quark":
-        return
-    for key in ("exclude", "global_quant_config", "export"):
-        if raw.get(key) is None:
+def _quark_conflicts(read: _Section) -> Iterator[Problem]:
+    for key in ("exclude", "global_quant_config", "export") if read.method == "quark" else ():
+        if read.raw.get(key) is None:
             yield Problem("quark-incomplete", f"a Quark export without {key}", where="quantization_config", hint="vLLM needs it")
 
 

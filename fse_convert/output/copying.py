@@ -7,9 +7,13 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+
+from fse_convert.errors import naming
+from fse_convert.output.mounts import mount_of
 
 logger = logging.getLogger(__name__)
 FICLONE = 0x40049409
@@ -36,19 +40,39 @@ class Link(str, Enum):
     HARD = "hard"
 
 
-def copy_range(src: int, dst: int, offset: int, length: int, progress: Callable[[int], None] | None = None) -> None:
+SHARED = frozenset({"hard link", "clone"})
+"""Ways in which a file reaches the output that take no room."""
+
+
+def way(source: Path, folder: Path, link: Link) -> str:
+    """Say how `carry` will bring a file into a folder: ``hard link``, ``clone``, ``copy``, or ``hard link or copy``.
+
+    The last on an overlay, which copies a file of a lower layer before it links it. Cloning is tried, on a file without a
+    name. Raises OSError.
+    """
+    here = mount_of(folder)
+    if link is Link.HARD and mount_of(source) == here:
+        return "hard link or copy" if here.kind == "overlay" else "hard link"
+    return "clone" if link is not Link.COPY and _clones(source, folder) else "copy"
+
+
+def copy_range(
+    src: int, dst: int, offset: int, length: int, progress: Callable[[int], None] | None = None, *, share: bool = True
+) -> None:
     """Append ``length`` bytes at ``offset`` of descriptor ``src`` to the current position of ``dst``.
 
-    Raises OSError, and EOFError when the source ends early.
+    ``share``: the file system may let both files share the blocks. Raises OSError, which names the one of the two files that
+    it is about, and EOFError when the source ends early.
     """
     done = 0
-    copy: Callable[[int, int, int, int], int] = _in_kernel
+    copy: Callable[[int, int, int, int], int] = _in_kernel if share else _through_buffer
     while done < length:
         try:
             n = copy(src, dst, offset + done, min(STEP, length - done))
         except OSError as e:
-            if copy is _through_buffer or e.errno not in NOT_HERE:
+            if copy is _through_buffer:
                 raise
+            # That the kernel cannot, or that one of the files fails: reading and writing show which.
             logger.debug("no copy within the kernel (%s): through a buffer", e.strerror)
             copy = _through_buffer
             continue
@@ -77,17 +101,25 @@ def carry(source: Path, target: Path, link: Link, progress: Callable[[int], None
             return "hard link"
     src = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        dst = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
+        with new_file(target) as dst:
             cloned = link is Link.AUTO and _clone(src, dst)
             if not cloned:
-                copy_range(src, dst, 0, os.fstat(src).st_size, writing_back(dst, progress))
-            os.fsync(dst)
+                copy_range(src, dst, 0, os.fstat(src).st_size, writing_back(dst, progress), share=link is not Link.COPY)
             return "clone" if cloned else "copy"
-        finally:
-            os.close(dst)
     finally:
         os.close(src)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """Make a file that is not there yet, and hand over a descriptor to write to; it is on disk afterwards. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        with naming(path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def exchange(a: Path, b: Path) -> bool:
@@ -106,8 +138,9 @@ def exchange(a: Path, b: Path) -> bool:
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     """Write all of ``data``, whatever the kernel takes at once."""
     view = memoryview(data).cast("B")
-    while view:
-        view = view[os.write(fd, view) :]
+    with naming(fd):
+        while view:
+            view = view[os.write(fd, view) :]
 
 
 def writing_back(fd: int, progress: Callable[[int], None] | None) -> Callable[[int], None]:
@@ -134,7 +167,8 @@ def writing_back(fd: int, progress: Callable[[int], None] | None) -> Callable[[i
 def read_into(fd: int, buffer: memoryview, offset: int) -> None:
     """Fill ``buffer`` from ``offset``; raises EOFError when the file ends early."""
     while buffer:
-        n = os.preadv(fd, [buffer], offset)
+        with naming(fd):
+            n = os.preadv(fd, [buffer], offset)
         if n == 0:
             raise EOFError(f"the file ends {len(buffer)} bytes early")
         buffer, offset = buffer[n:], offset + n
@@ -148,16 +182,29 @@ def _in_kernel(src: int, dst: int, offset: int, length: int) -> int:
 
 
 def _through_buffer(src: int, dst: int, offset: int, length: int) -> int:
-    data = os.pread(src, min(BUFFER, length), offset)
+    with naming(src):
+        data = os.pread(src, min(BUFFER, length), offset)
     write_all(dst, data)
     return len(data)
+
+
+def _clones(source: Path, folder: Path) -> bool:
+    """Return whether files of a folder can share a file's blocks; False where a file without a name cannot be made to try it."""
+    fds: list[int] = []
+    try:
+        fds.append(os.open(source, os.O_RDONLY | os.O_CLOEXEC))
+        fds.append(os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC))
+        return _clone(*fds)
+    except OSError:
+        return False
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def _clone(src: int, dst: int) -> bool:
     try:
         fcntl.ioctl(dst, FICLONE, src)
-    except OSError as e:
-        if e.errno not in NOT_HERE:
-            raise
+    except OSError:  # that it cannot be, or that a file fails, which copying then shows
         return False
     return True

@@ -29,14 +29,14 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One file: its name, its size in bytes, and what writes it to a path and returns how.
+    """One file: its name, its size and the room that it takes in bytes, and what writes it to a path and returns how.
 
-    ``linked``: the file that it is to be a hard link of, which takes no space and is not read. ``scans``: what to look for
-    when it is read back.
+    ``linked``: the file that it is to be a hard link of, which is not read. ``scans``: what to look for when it is read back.
     """
 
     name: str
     size: int
+    room: int
     write: Callable[[Path, Advance], str]
     linked: Path | None = None
     scans: tuple[Scan, ...] = ()
@@ -92,9 +92,9 @@ def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, observe: Obser
     """Write every file that is not `finished`; return how each came to be. The first failure stops all workers and is raised."""
     run = _Run(staging, observe, fresh)
     pool = ThreadPoolExecutor(workers)
-    futures: set[Future[tuple[str, str]]] = {pool.submit(run.job, job) for job in jobs}
     how: dict[str, str] = {}
     try:
+        futures: set[Future[tuple[str, str]]] = {pool.submit(run.job, job) for job in jobs}
         while futures:
             done, futures = wait(futures, POLL, FIRST_COMPLETED)
             how.update(f.result() for f in done)
@@ -128,7 +128,7 @@ class _Run:
 
     def _write(self, job: Job) -> str:
         """Write one file durably, read it back, and record it in the journal."""
-        check_space(self.staging.out, 0 if job.linked else job.size)
+        check_space(self.staging.out, job.room)
         path = self.staging.path(job.name)
         logger.debug("%s: writing %d bytes", job.name, job.size)
         how = job.write(path, lambda n: self._advance(job.name, n))

@@ -70,6 +70,21 @@ def locked(root: Path, out: Path, part: str = "") -> Iterator[Hold]:
             root.rmdir()
 
 
+def is_held(root: Path) -> bool:
+    """Return whether a run holds a staging folder; true also where that cannot be told."""
+    try:
+        fd = os.open(root / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as e:
+        return e.errno != errno.ENOENT
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def sync_folder(folder: Path) -> None:
     """Make a folder's entries durable; file systems that cannot are left alone."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -18,12 +18,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
-from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, some
-from fse_convert.output.copying import exchange, write_all
+from fse_convert.output.copying import exchange, new_file, write_all
 from fse_convert.output.journal import JOURNAL, Journal, differences, read_journal
-from fse_convert.output.lock import LOCK, OUTPUT, Hold, locked, staging_lost, sync_folder
+from fse_convert.output.lock import LOCK, OUTPUT, Hold, is_held, locked, staging_lost, sync_folder
+from fse_convert.output.mounts import mount_of
 
 logger = logging.getLogger(__name__)
 MARGIN = 64 << 20
@@ -46,14 +47,13 @@ class Staging:
         """Return whether some run, or a part of one, has a journal here."""
         return any(self.root.glob(f"{JOURNAL}*"))
 
-    def held(self, names: Collection[str] | None = None) -> int:
-        """Return the bytes that files of unfinished runs already take, all of them or those ``names``; hard links take none."""
+    def held(self, names: Collection[str]) -> int:
+        """Return the bytes that those of the files ``names`` already take that earlier runs wrote; hard links take none."""
         total = 0
-        for path in (Path(folder, name) for folder, _, inside in os.walk(self.folder) for name in inside):
-            if names is None or str(path.relative_to(self.folder)) in names:
-                with suppress(FileNotFoundError):  # another run may be publishing it
-                    info = os.lstat(path)
-                    total += info.st_size if info.st_nlink == 1 else 0
+        for name in names:
+            with suppress(FileNotFoundError):  # another run may be publishing it
+                info = os.lstat(self.folder / name)
+                total += info.st_size if info.st_nlink == 1 else 0
         return total
 
     def path(self, name: str) -> Path:
@@ -66,14 +66,14 @@ class Staging:
         path.unlink(missing_ok=True)
         return path
 
+    def stamp(self, name: str) -> Stamp:
+        """Return what a staged file looks like now."""
+        return Stamp.of(os.stat(self.folder / name))
+
     def write(self, name: str, data: bytes) -> None:
         """Write a small file durably."""
-        fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
+        with new_file(self.path(name)) as fd:
             write_all(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def keep_only(self, names: Collection[str]) -> None:
         """Remove whatever lies in the output's folder and is none of these files: what a dead run or somebody else left there."""
@@ -165,12 +165,28 @@ def stage(
             yield staging
         except Exception as e:
             staging.hold.check()  # what went wrong may only be the consequence of this
+            if isinstance(e, EOFError | FileNotFoundError):  # and the source, which `reading` looked at, is there
+                raise staging_lost(f"a file of unfinished work was cut or removed during the run: {e}", staging.folder) from e
             kept = fingerprint is not None and (
                 not isinstance(e, FseConvertError) or isinstance(e, EnvironmentFailure | UsageError)
             )
             if not (part or kept):
                 _remove(staging.root)
             raise
+
+
+@contextmanager
+def reading(folder: LocalFolder) -> Iterator[None]:
+    """Say of whatever fails that the folder which is read changed, if it did. Raises EnvironmentFailure, OSError."""
+    try:
+        yield
+    except FseConvertError as e:
+        if not isinstance(e, EnvironmentFailure):
+            folder.check_all()
+        raise
+    except Exception:
+        folder.check_all()
+        raise
 
 
 def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart: bool, part: str) -> None:
@@ -186,7 +202,7 @@ def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart
     for old, _ in found.values():
         if changed := differences(old, fingerprint or {}):
             message = f"an unfinished conversion lies here, made from something else: {some(changed)}"
-            hint = "start anew with --restart, or give another output folder"
+            hint = "start anew with --restart and without --part, or give another output folder"
             raise UsageError(Problem("resume-differs", message, str(staging.root), hint))
     if not found and not part:  # nothing here is of use
         _clear(staging.root)
@@ -226,13 +242,12 @@ def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool 
     check_replaceable(out)
 
 
-def check_staged(staged: LocalFolder, sizes: Mapping[str, int], *, besides: Collection[str] = ()) -> None:
-    """Refuse unfinished work that is not what it was when ``staged`` was looked at, or not of these files and ``sizes`` in bytes.
+def check_staged(staged: LocalFolder, found: Mapping[str, Stamp | int], expected: Mapping[str, Stamp | int]) -> None:
+    """Refuse unfinished work whose files, by what was ``found`` of each, are not those that are ``expected``.
 
-    ``besides``: files that were written since. Raises EnvironmentFailure `staging-lost`, OSError.
+    Raises EnvironmentFailure `staging-lost`, OSError.
     """
-    wrong = set(staged.changed()).difference(besides)
-    wrong |= {name for name in {*staged.files, *sizes} if staged.files.get(name) != sizes.get(name)}
+    wrong = {name for name in {*found, *expected} if found.get(name) != expected.get(name)}
     wrong |= {*staged.odd, *staged.hidden}
     if wrong:
         raise staging_lost(f"files of unfinished work changed, came or went during the run: {some(sorted(wrong))}", staged.root)
@@ -245,14 +260,14 @@ def check_replaceable(out: Path) -> None:
         raise UsageError(
             Problem("output-foreign", "--overwrite replaces only an output of fse-convert or an empty folder", str(out), hint)
         )
-    if os.stat(out).st_dev != os.stat(out.parent).st_dev:
+    if mount_of(out) != mount_of(out.parent):  # a Btrfs subvolume is of the same mount, and of another device
         message = "a file system is mounted here: it cannot be replaced by a rename"
         raise UsageError(Problem("output-mounted", message, str(out), "give a folder inside of it"))
 
 
 def free_space(out: Path) -> int:
     """Return the bytes that are free where ``out`` will be."""
-    return shutil.disk_usage(_existing(out.parent)).free
+    return shutil.disk_usage(existing_home(out)).free
 
 
 def check_space(out: Path, needed: int) -> None:
@@ -261,21 +276,27 @@ def check_space(out: Path, needed: int) -> None:
     if free < needed + MARGIN:
         message = f"needs {needed:,} bytes and a margin of {MARGIN:,}, {free:,} are free"
         hint = "free some space, or write to another disk"
-        raise EnvironmentFailure(Problem("no-space", message, str(_existing(out.parent)), hint))
+        raise EnvironmentFailure(Problem("no-space", message, str(existing_home(out)), hint))
 
 
-def device(out: Path) -> int:
-    """Return the number of the file system on which ``out`` will be."""
-    return os.stat(_existing(out.parent)).st_dev
-
-
-def _existing(folder: Path) -> Path:
-    return next(f for f in (folder, *folder.absolute().parents) if f.exists())
+def existing_home(out: Path) -> Path:
+    """Return the folder that is there already in which ``out``, or a folder around it, will be made."""
+    return next(f for f in (out.parent, *out.parent.absolute().parents) if f.exists())
 
 
 def _exists(out: Path, *, replaceable: bool = True) -> UsageError:
     hint = "choose another folder" + (", or --overwrite to replace an earlier output" if replaceable else "")
-    return UsageError(Problem("output-exists", "the output exists already", str(out), hint))
+    return UsageError(Problem("output-exists", "the output exists already", str(out), hint), *left_behind(out))
+
+
+def left_behind(out: Path) -> tuple[Problem, ...]:
+    """Say what a run that was cut off left in the staging folder of an output that exists; nothing while a run holds it."""
+    root = Staging(out).root
+    if not root.is_dir() or is_held(root):
+        return ()
+    sizes = [info.st_size for folder, _, names in os.walk(root) for n in names if (info := os.lstat(Path(folder, n))).st_nlink == 1]
+    hint = "remove it, unless a conversion with --overwrite is to go on from there"
+    return (Problem("left-behind", f"a run that was cut off left {sum(sizes):,} bytes", str(root), hint),)
 
 
 def _remove(root: Path) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fse_convert.plan.plan import Decision, Options
-from fse_convert.servers.judge import Answer, Question, Subject
+from fse_convert.servers.judge import Answer, Question
+from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import CONTRACT, TARGETS, Target, find_target, needed_contract
 from fse_convert.servers.verdict import Outcome
 

@@ -176,8 +176,7 @@ def _expert_bytes(role: Role, f: Format, width: int, group: ExpertGroup) -> int:
     total = 0
     for suffix, tile in f.tiles.items():
         if tile is not None:
-            shape = (ceil_div(n, tile.rows), ceil_div(k, tile.cols) if tile.cols else 1)
-            total += prod(shape) * BITS[parts[suffix].dtype] // 8
+            total += prod(tile.stored(n, k, 2)) * BITS[parts[suffix].dtype] // 8
     return total
 
 

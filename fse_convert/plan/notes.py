@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from fse_convert.errors import Problem
 from fse_convert.plan.advice import releases
 from fse_convert.plan.costs import Serving, padding, uneven
+from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
-from fse_convert.plan.planner import needed_width
-from fse_convert.servers.native import target_verdict
+from fse_convert.plan.widths import needed_width
+from fse_convert.servers.judge import native_layer
 from fse_convert.servers.targets import MEGAMOE_128, TARGETS, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole
 
@@ -17,11 +18,11 @@ EXAMPLE_EP = 8
 """Expert-parallel size for which costs per rank are shown: DeepSeek-V4.1 on one node of 8 GPUs."""
 
 
-def notes(plan: Plan, *, size: Callable[[float], str], linked: bool = False) -> list[Problem]:
-    """Collect them. ``size``: how bytes are written. ``linked``: whether hard links spare the copy of untouched shards already."""
-    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size, linked=linked), _refused(plan))
+def notes(plan: Plan, *, size: Callable[[float], str]) -> list[Problem]:
+    """Collect them. ``size``: how bytes are written."""
+    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size), refusal(plan))
     found = [n for n in own if n]
-    return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *_stale(plan)]
+    return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *config_notes(plan), *_stale(plan)]
 
 
 def padding_cost(plan: Plan, size: Callable[[float], str]) -> str:
@@ -39,7 +40,7 @@ def _source_verdict(plan: Plan, name: str) -> Verdict:
     target = find_target(name)
     if target is None:
         raise ValueError(name)
-    return whole(tuple(target_verdict(v.layer, target, plan.source.checkpoint.config) for v in decision.verdicts))
+    return whole(tuple(native_layer(plan.source.subject, target, v.layer) for v in decision.verdicts))
 
 
 def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
@@ -81,7 +82,7 @@ def _beside(plan: Plan) -> Problem | None:
     return Problem("sidecar-only", message)
 
 
-def _nothing_to_pad(plan: Plan, size: Callable[[float], str], *, linked: bool) -> Problem | None:
+def _nothing_to_pad(plan: Plan, size: Callable[[float], str]) -> Problem | None:
     decision = plan.decision
     if plan.padded or decision.width != decision.source_width or not decision.fused_layers:
         return None
@@ -90,17 +91,19 @@ def _nothing_to_pad(plan: Plan, size: Callable[[float], str], *, linked: bool) -
     )
     message = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {whose} as is: only fse/ is new"
     copied = sum(s.source.size for s in plan.shards if s.source)
-    return Problem("nothing-to-pad", message + ("" if linked else f"; --link hard avoids copying {size(copied)}"))
+    return Problem("nothing-to-pad", f"{message}; --link hard copies none of the other {size(copied)}")
 
 
-def _refused(plan: Plan) -> Problem | None:
-    """Note that the server that was converted for would not run the output, or not on this path."""
+def refusal(plan: Plan) -> Problem | None:
+    """Say why the server that was converted for would not run the output on this path; None where it would."""
     decision = plan.decision
     target = plan.options.target
-    if target.is_contract or decision.server.outcome is not Outcome.REFUSED:
+    if target.is_contract or decision.server.outcome in (Outcome.FUSED, Outcome.UNFUSED):
         return None
     reasons = "; ".join(r.message for r in decision.server.reasons)
-    return Problem("server-refuses", f"{target.title} refuses to run MegaMoE on the output's standard layout: {reasons}")
+    message = f"{target.title} refuses to run MegaMoE on the output's standard layout: {reasons}"
+    hint = f"--allow-unfused converts anyway; fse-convert inspect {plan.source.checkpoint.folder.label} says which servers fuse it"
+    return Problem("server-refuses", message, hint=hint)
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:

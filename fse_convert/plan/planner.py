@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import lcm, prod
-from typing import Any
+from math import prod
 
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.names import SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem
-from fse_convert.layout.sizes import ceil_div, round_up
+from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem, folded
 from fse_convert.model.consistency import LOAD_CONFLICTS
-from fse_convert.model.describe import kernel_tensors
 from fse_convert.model.description import Description, LayerDescription
-from fse_convert.model.families import FAMILIES
 from fse_convert.model.formats import Format, StorageKind, Tile
 from fse_convert.model.moe import LayerKind, Role
+from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import (
     Change,
     Computed,
@@ -34,10 +31,12 @@ from fse_convert.plan.plan import (
     matrix,
 )
 from fse_convert.plan.source import Source
-from fse_convert.servers.native import LaunchWidths, kernel_verdict, target_verdict
+from fse_convert.plan.widths import needed_width, stored_widths
+from fse_convert.servers.judge import native_layer
+from fse_convert.servers.native import LaunchWidths, kernel_verdict
 from fse_convert.servers.scales import INEXACT, Scales, with_scales
-from fse_convert.servers.targets import Contract, Target, width_multiple
-from fse_convert.servers.verdict import Reason, Verdict
+from fse_convert.servers.targets import Contract
+from fse_convert.servers.verdict import Reason
 from fse_convert.sidecar.manifest import ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, shard_metadata
 
@@ -64,7 +63,7 @@ def decide(source: Source, options: Options) -> Decision:
     """Decide whether a conversion can run as asked, and at which width; raises as `make_plan` does."""
     checkpoint, description, scales = source.checkpoint, source.description, source.scales
     _check_understood(checkpoint, description)
-    source_width, n_shared = _widths(description)
+    source_width, n_shared = stored_widths(description)
     width = needed_width(description, options, source_width)
     main = width if options.experts is Experts.ALL else source_width
     kernel_widths, main_widths = LaunchWidths(width, n_shared * width), LaunchWidths(main, n_shared * main)
@@ -72,15 +71,14 @@ def decide(source: Source, options: Options) -> Decision:
         LayerVerdict(
             layer=d,
             verdict=with_scales(d, kernel_verdict(d, options.contract, options.target.pairings, kernel_widths), scales),
-            server=_standard_verdict(d, options.target, checkpoint.config, main_widths, scales),
+            server=native_layer(source.subject, options.target, d, main_widths),
         )
         for d in description.layers
     )
     _check_verdicts(verdicts, options, scales)
     edits: tuple[ConfigEdit, ...] = ()
     if main != source_width:
-        edits = _config_edits(checkpoint.config, description, source_width, width, n_shared)
-        _check_edits(checkpoint.config, description, edits)
+        edits = config_edits(checkpoint, description, LaunchWidths(source_width, n_shared * source_width), main_widths)
     return Decision(
         n_shared=n_shared, source_width=source_width, main_width=main, width=width, verdicts=verdicts, config_edits=edits
     )
@@ -105,65 +103,15 @@ def tripwire(checkpoint: Checkpoint) -> OutputTensor:
     return OutputTensor(name=name, dtype=checkpoint.tensors[name].dtype, shape=(0,), start=0, end=0, change=Tripwire())
 
 
-def needed_width(description: Description, options: Options, source_width: int) -> int:
-    """Return the smallest width that contract, server, scale blocks and tensor-parallel size accept, at least the source's."""
-    granularity, multiple = 1, options.contract.width_multiple
-    for layer in description.layers:
-        if layer.routed:
-            multiple = lcm(multiple, width_multiple(options.target, layer.routed.formats[Role.GATE].kind))
-        for group in (layer.routed, layer.shared):
-            if group:
-                granularity = lcm(granularity, *(_width_block(r, f) for r, f in group.formats.items()))
-    return round_up(source_width, lcm(multiple, granularity * options.tp))
-
-
-def _width_block(role: Role, f: Format) -> int:
-    if f.block is None:
-        return 1
-    return f.block[1] if role is Role.DOWN else f.block[0]
-
-
 def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
     problems = [*description.problems, *(c for c in description.conflicts if c.code in LOAD_CONFLICTS)]
-    kernel = kernel_tensors(checkpoint.tensors)
-    if kernel:
-        problems.append(Problem("already-converted", "tensors in the kernel layout", kernel[0], "convert the original checkpoint"))
-    if description.family is None:
-        hint = f"known families: {', '.join(f.name for f in FAMILIES)}"
-        problems.append(Problem("family-unknown", f"model type {description.model_type!r} is not known", "config.json", hint))
-    elif not any(d.shared for d in description.layers) and not problems:
-        problems.append(
-            Problem(
-                "no-shared-experts",
-                f"no shared experts under the names of {description.family.name}",
-                checkpoint.folder.label,
-            )
-        )
+    if description.family is None and description.unknown:
+        problems.append(description.unknown)
+    elif description.family and not any(d.shared for d in description.layers) and not problems:
+        message = f"no shared experts under the names of {description.family.name}"
+        problems.append(Problem("no-shared-experts", message, checkpoint.folder.label))
     if problems:
-        raise InvalidCheckpoint(*problems)
-
-
-def _widths(description: Description) -> tuple[int, int]:
-    """Return the width of one expert, and how many of them the shared MLP is wide; both must be the same in every layer."""
-    widths = description.widths
-    if len(widths) != 1:
-        found = ", ".join(map(str, widths)) or "none"
-        raise InvalidCheckpoint(Problem("widths-differ", f"routed experts of different layers differ in width: {found}"))
-    ratios = {d.shared.width / widths[0] for d in description.layers if d.shared}
-    if len(ratios) != 1 or not (ratio := ratios.pop()).is_integer() or ratio < 1:
-        shared = sorted({d.shared.width for d in description.layers if d.shared})
-        stored = ", ".join(map(str, shared))
-        message = f"shared width {stored} is not a multiple of the routed width {widths[0]}, or differs between layers"
-        raise NotConvertible(Problem("width-ratio", message, hint="the kernel runs n shared experts of the routed width"))
-    return widths[0], int(ratio)
-
-
-def _standard_verdict(
-    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: LaunchWidths, scales: Scales
-) -> Verdict:
-    """Judge a layer of the output's standard layout as `fse_convert.servers.judge` judges that folder."""
-    verdict = target_verdict(layer, target, config, widths)
-    return with_scales(layer, verdict, scales) if target.is_contract else verdict
+        raise InvalidCheckpoint(*folded(problems))
 
 
 def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, scales: Scales) -> None:
@@ -225,7 +173,7 @@ def _pad(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int)
     if tile is None:
         return None
     n, k = (f.shape[0], width) if role is Role.DOWN else (width, f.shape[1])
-    shape = (ceil_div(n, tile.rows), ceil_div(k, tile.cols) if tile.cols else 1)[: len(info.shape)]
+    shape = tile.stored(n, k, len(info.shape))
     if shape == info.shape:
         return None
     rows, row_bytes = matrix(info)
@@ -289,34 +237,3 @@ def _kernel_tensors(experts: Iterable[SharedExpert]) -> Iterator[tuple[str, str,
     for shared in experts:
         for name, (dtype, shape) in kernel_shapes(shared.group.hidden, shared.width).items():
             yield f"{shared.prefix}.{name.value}", dtype, shape, Computed(name, shared)
-
-
-def _config_edits(config: Mapping[str, Any], description: Description, old: int, new: int, n_shared: int) -> tuple[ConfigEdit, ...]:
-    family = description.family
-    if family is None:
-        return ()
-    edits: list[ConfigEdit] = []
-    for section in family.sections:
-        place = config.get(section) if section else config
-        if not isinstance(place, Mapping):
-            continue
-        if place.get(family.width_key) == old:
-            edits.append(ConfigEdit(section=section, key=family.width_key, old=old, new=new))
-        if family.shared_width_key and place.get(family.shared_width_key) == n_shared * old:
-            edits.append(ConfigEdit(section=section, key=family.shared_width_key, old=n_shared * old, new=n_shared * new))
-    return tuple(edits)
-
-
-def _check_edits(config: Mapping[str, Any], description: Description, edits: Iterable[ConfigEdit]) -> None:
-    """Refuse to pad where config.json does not say the width in one number that can be edited.
-
-    Ernie-4.5-VL and Hunyuan write a list, one width per modality or layer; a key left to its default is in no file.
-    """
-    family = description.family
-    edited = {edit.key for edit in edits}
-    for key in (family.width_key, family.shared_width_key) if family else ():
-        if family and key and key not in edited:
-            stated = family.value(config, key)
-            what = f"there is no {key}" if stated is None else f"{key} is {stated!r}"
-            message = f"{what}: padding needs one number to edit, or the output would not load"
-            raise NotConvertible(Problem("config-key", message, "config.json", "write the width there as one integer"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fse_convert.output.copying import Link
 from fse_convert.plan.notes import notes
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.report.console import boxed, console, counted, printable, runs, size
@@ -73,9 +72,9 @@ def _print_layers(plan: Plan) -> None:
     console().print(table)
 
 
-def print_notes(plan: Plan, link: Link, log: Log) -> None:
+def print_notes(plan: Plan, log: Log) -> None:
     """Print notes to stderr."""
-    for note in notes(plan, size=size, linked=link is Link.HARD):
+    for note in notes(plan, size=size):
         log.line("note", printable(f"note[{note.code}]: {note}"), code=note.code, message=note.message, where=note.where)
 
 

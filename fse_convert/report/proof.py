@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fse_convert.errors import some
 from fse_convert.report.console import console, counted, printable, size
 from fse_convert.verification.findings import SEED, TOKENS
 
@@ -137,5 +138,7 @@ def print_restored(done: Restored, original: Path) -> None:
         if done.digests
         else "the manifest holds no digests: tensors were not checked on the way",
     ]
+    if done.edited:
+        lines.append(f"note: added, removed or edited since the conversion, so not the original's: {some(done.edited)}")
     for line in lines:
         out.print(line)

@@ -374,8 +374,9 @@ class RestorationRecord(Response, kw_only=True):
     unpadded: int
     headers_identical: bool = True
     digests: bool
+    edited: Sequence[str] | UnsetType = UNSET
 
 
 def restoration_record(done: Restored) -> RestorationRecord:
     """Describe a restoration."""
-    return fill(RestorationRecord, done, files=dict(sorted(done.files.items())))
+    return fill(RestorationRecord, done, files=dict(sorted(done.files.items())), edited=done.edited or UNSET)

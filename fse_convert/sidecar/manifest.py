@@ -90,12 +90,12 @@ class Model(Record, frozen=True, kw_only=True):
 
 
 class ConfigEdit(Record, frozen=True, kw_only=True, rename={"old": "from", "new": "to"}):
-    """One integer of config.json that changes; ``section`` is empty for the top level."""
+    """One key of config.json that changes: an integer, or a list of them; ``section`` is empty for the top level."""
 
     section: str
     key: str
-    old: Natural
-    new: Natural
+    old: Natural | list[Natural]
+    new: Natural | list[Natural]
 
 
 class Reason(Record, frozen=True, kw_only=True):
@@ -215,7 +215,7 @@ class Manifest(Record, frozen=True, kw_only=True):
         return [kernel_prefix(layer.name) for layer in self.layers if layer.verdict == FUSED]
 
     @property
-    def edits(self) -> list[tuple[str, str, int]]:
+    def edits(self) -> list[tuple[str, str, int | list[int]]]:
         """Edits of config.json as (section, key, old value), for undoing them."""
         return [(e.section, e.key, e.old) for e in self.config_edits]
 

@@ -8,12 +8,13 @@ from math import prod
 from typing import Any
 
 from fse_convert.checkpoint.header import BITS, Header, TensorInfo
+from fse_convert.checkpoint.kinds import Kind
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.description import Description
 from fse_convert.plan.advice import Plans
 from fse_convert.plan.planner import planner
 from fse_convert.plan.source import describe_source
-from fse_convert.servers.judge import Subject
+from fse_convert.servers.subject import Subject
 from fse_convert.testing.kinds import FORMATS
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -28,6 +29,7 @@ class NoFolder:
 
     label: str = "memory"
     files: dict[str, int] = field(default_factory=dict)
+    clutter: dict[str, Kind] = field(default_factory=dict)
     odd: list[str] = field(default_factory=list)
     workers: int = 1
 
@@ -50,6 +52,7 @@ def matrix(store: str, n: int, k: int) -> Tensors:
         "fp8-32-u8": {"weight": fp8, "weight_scale": ("U8", blocks(32, 32))},
         "fp8-16": {"weight": fp8, "scale": ("F8_E8M0", blocks(16, 16))},
         "fp8-128-bf16": {"weight": fp8, "weight_scale": ("BF16", blocks(128, 128))},
+        "fp8-pb-wo": {"weight": fp8, "weight_scale": (f32, (blocks(128, 128)[0], 1, blocks(128, 128)[1], 1))},
         "mxfp8": {"weight": fp8, "weight_scale": ("F8_E8M0", blocks(1, 32))},
         "mxfp8-u8": {"weight": fp8, "weight_scale": ("U8", blocks(1, 32))},
         "fp8-1x16": {"weight": fp8, "weight_scale": ("F8_E8M0", blocks(1, 16))},
@@ -69,6 +72,13 @@ def matrix(store: str, n: int, k: int) -> Tensors:
             "weight_shape": ("I64", (2,)),
         },
         "gptq": {"qweight": ("I32", (k // 8, n)), "scales": ("F16", (k // 128, n)), "qzeros": ("I32", (k // 128, n // 8))},
+        "int8-128": {"weight": ("I8", (n, k)), "weight_scale_inv": (f32, blocks(128, 128))},
+        "int8-channel": {"weight": ("I8", (n, k)), "weight_scale": (f32, (n, 1))},
+        "w4afp8": {"weight": ("I8", (n, k // 2)), "weight_scale_inv": ("BF16", blocks(1, 128)), "input_scale": (f32, (1,))},
+        "fp4-128": {"weight": ("I8", (n, k // 2)), "weight_scale": ("F8_E8M0", blocks(1, 128))},
+        "mxfp6": {"weight": ("U8", (n, k * 6 // 8)), "weight_scale": ("U8", blocks(1, 32))},
+        "awq": {"qweight": ("I32", (k, n // 8)), "scales": ("F16", (k // 128, n)), "qzeros": ("I32", (k // 128, n // 8))},
+        "bnb-nf4": {"weight": ("U8", (n * k // 2, 1)), "weight.absmax": ("U8", (n * k // 64,)), "weight.quant_map": (f32, (16,))},
         "mlx": {"weight": ("U32", (n, k // 8)), "scales": ("F16", (n, k // 64)), "biases": ("F16", (n, k // 64))},
     }
     return others[store]

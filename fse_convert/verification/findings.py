@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from fse_convert.checkpoint.kinds import is_editable
+from fse_convert.errors import some
+
 if TYPE_CHECKING:
     from fse_convert.sidecar.manifest import FileDigest
 
@@ -79,20 +82,26 @@ class Mismatch:
 
 @dataclass(slots=True)
 class Findings:
-    """Mismatches, the first `LIMIT` of them kept."""
+    """Mismatches, the first `LIMIT` of them kept.
+
+    ``strict``: whether those of files that are edited once an output is published count too; else ``edited`` has their names.
+    """
 
     listed: list[Mismatch] = field(default_factory=list)
     count: int = 0
+    strict: bool = True
+    edited: set[str] = field(default_factory=set)
 
     def add(self, *mismatches: Mismatch) -> None:
         """Record mismatches."""
-        self.count += len(mismatches)
-        self.listed += mismatches[: LIMIT - len(self.listed)] if len(self.listed) < LIMIT else ()
-
-    def extend(self, other: Findings) -> None:
-        """Take over the findings of another part."""
-        self.listed += other.listed[: max(0, LIMIT - len(self.listed))]
-        self.count += other.count
+        counted = []
+        for m in mismatches:
+            if not self.strict and is_editable(m.file):
+                self.edited.add(m.file)
+            else:
+                counted.append(m)
+        self.count += len(counted)
+        self.listed += counted[: max(0, LIMIT - len(self.listed))]
 
 
 @dataclass(slots=True)
@@ -130,7 +139,7 @@ class StorageResult:
     ``against``: ``source`` or, without one, the output's own ``manifest``. ``sample``: how many tensors were asked for, None
     for all of the ``of_tensors``. ``tensors``: XXH3-128 of every tensor read, ``files``: size and SHA-256 of every file read
     as a whole; complete unless a sample was taken. ``digests``: whether the manifest's own were compared. ``layers``: None
-    without a source, and where nothing was compared. ``notes``: what is not a mismatch and should be known.
+    without a source, and where nothing was compared. ``remarks``: what is not a mismatch and should be known.
     ``kernel_in_manifest``: what the manifest says of the kernel level, if it says passed.
     """
 
@@ -143,8 +152,15 @@ class StorageResult:
     of_tensors: int = 0
     digests: bool = False
     layers: LayerCoverage | None = None
-    notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     kernel_in_manifest: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks, and which files differ and may."""
+        edited = some(sorted(self.findings.edited))
+        also = f"added, removed or edited since the conversion, and read by no server: {edited}"
+        return (*self.remarks, also) if edited else self.remarks
 
     @property
     def passed(self) -> bool:

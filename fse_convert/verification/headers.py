@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entry
+from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entries, header_entry
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import LENGTH_BYTES
+from fse_convert.checkpoint.kinds import BOOKKEEPING, find_clutter, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SIDECAR_INDEX
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import Problem
 from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source
 from fse_convert.sidecar.tensors import shard_metadata
-from fse_convert.verification.expected import (
-    ExpectedOutput,
-    KernelExpert,
-    edited,
-    header_entries,
-    kernel_entries,
-)
+from fse_convert.verification.expected import ExpectedOutput, KernelExpert, edited
 from fse_convert.verification.findings import Findings, Mismatch, bytes_mismatch, text_mismatches
 
 STAGED = "sidecar-foreign"
@@ -37,11 +32,11 @@ def refusals(problems: Iterable[Problem]) -> list[Mismatch]:
 def check_files(expected: ExpectedOutput, out: LocalFolder, findings: Findings) -> set[str]:
     """Check which files there are, the manifest aside; return those that must be equal to the source's and have its size."""
     source, kernel = expected.source, expected.files
-    names = source.folder.files.keys() | kernel.keys() | ({SIDECAR_INDEX} if kernel else set())
+    names = source.checkpoint.files | kernel.keys() | ({SIDECAR_INDEX} if kernel else set())
     findings.add(*(Mismatch("file-missing", n, expected="a file", found="none") for n in sorted(names - out.files.keys())))
     extra = sorted(out.files.keys() - names - {MANIFEST}) + out.odd
     findings.add(*(Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra))
-    findings.add(*hidden_mismatches(out))
+    check_clutter(out, findings)
     same = set()
     for name in source.checkpoint.others:
         want, got = source.folder.files[name], out.files.get(name)
@@ -56,16 +51,25 @@ HUB_BOOKKEEPING = re.compile(r"\.cache/huggingface/(\.gitignore|CACHEDIR\.TAG|do
 """What the hub's client leaves in a folder that it downloaded to (huggingface_hub 0.23 and later, local_dir)."""
 
 
-def hidden_mismatches(out: LocalFolder) -> list[Mismatch]:
-    """Find what lies in folders that are not part of a checkpoint: a server may run it (``__pycache__``), so an output has none."""
-    extra = [n for n in out.hidden if not HUB_BOOKKEEPING.fullmatch(n)]
-    return [Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra]
+def check_clutter(out: LocalFolder, findings: Findings) -> None:
+    """Find what is not part of a checkpoint and still there: a server may run some of it (``__pycache__``)."""
+    extra = [n for n in out.hidden if not HUB_BOOKKEEPING.fullmatch(n) and (findings.strict or not _is_harmless(n))]
+    findings.add(*(Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra))
 
 
-def hidden_note(out: LocalFolder) -> str:
-    """Say that bookkeeping of the hub's client is there; empty where it is not."""
-    count = sum(HUB_BOOKKEEPING.fullmatch(n) is not None for n in out.hidden)
-    return f"{count:,} files of the hub client's bookkeeping in .cache/huggingface were left out" if count else ""
+def _is_harmless(name: str) -> bool:
+    """Tell clutter of the file system or an editor, and a clone's ``.git``, from what a server could run or take for its own."""
+    found = find_clutter(name)
+    return name.startswith(".git/") or (found is not None and found[1] is not BOOKKEEPING)
+
+
+def clutter_notes(out: LocalFolder, findings: Findings) -> Iterator[str]:
+    """Say which clutter is there and was left out."""
+    hub = [n for n in out.hidden if HUB_BOOKKEEPING.fullmatch(n)]
+    if hub:
+        yield f"{len(hub):,} files of the hub client's bookkeeping in .cache/huggingface were left out"
+    if not findings.strict:
+        yield from (n.message for n in notes({n: kind for n, kind in out.clutter.items() if _is_harmless(n)}, ""))
 
 
 def index_mismatches(out: Folder, sidecar: Iterable[Shard]) -> list[Mismatch]:
@@ -131,11 +135,7 @@ def raw_header(folder: Folder, shard: Shard) -> bytes:
 def check_standard_layout(expected: ExpectedOutput, out: LocalFolder, shards: Iterable[Shard], findings: Findings) -> set[str]:
     """Check the headers of the standard layout; return the tensors whose bytes can be compared."""
     known = {s.name: s for s in expected.source.checkpoint.shards}
-    tensors = {
-        t.name: (s.name, t.dtype, expected.padded[t.name].shape if t.name in expected.padded else t.shape)
-        for s in known.values()
-        for t in s.header.tensors
-    }
+    tensors = {t.name: (s.name, t.dtype, expected.padded.get(t.name, t).shape) for s in known.values() for t in s.header.tensors}
     wrong = tensor_mismatches(shards, tensors)
     findings.add(*wrong)
     for shard in shards:
@@ -147,8 +147,10 @@ def check_standard_layout(expected: ExpectedOutput, out: LocalFolder, shards: It
 
 def _standard_header(expected: ExpectedOutput, out: LocalFolder, theirs: Shard, ours: Shard) -> list[Mismatch]:
     """Compare a header with the source's; that of a rewritten shard says ``format: pt`` and the new sizes."""
-    if any(t.name in expected.padded for t in theirs.header.tensors):
-        return header_mismatches(out, ours, header_entries(theirs, expected.padded), {"format": "pt", **theirs.header.metadata})
+    tensors = theirs.header.tensors
+    if any(t.name in expected.padded for t in tensors):
+        entries = header_entries((t.name, t.dtype, expected.padded.get(t.name, t).shape) for t in tensors)
+        return header_mismatches(out, ours, entries, {"format": "pt", **theirs.header.metadata})
     want, got = raw_header(expected.source.folder, theirs), raw_header(out, ours)
     return [bytes_mismatch("header", ours.name, want, got)] if want != got else []
 
@@ -158,11 +160,12 @@ def check_kernel_headers(expected: ExpectedOutput, out: LocalFolder, sidecar: It
     files = expected.files
     for shard in sidecar:
         if shard.name in files:
-            entries = kernel_entries(files[shard.name])
+            tensors = [(name, *kind) for e in files[shard.name] for name, kind in e.shapes.items()]
             if shard.name == next(iter(files)):
                 wire = tripwire(expected.source.checkpoint)
-                entries = {wire.name: header_entry(wire.dtype, (0,), 0, 0), **entries}
-            findings.add(*header_mismatches(out, shard, entries, shard_metadata(expected.plan.options.contract.name)))
+                tensors.insert(0, (wire.name, wire.dtype, (0,)))
+            metadata = shard_metadata(expected.plan.options.contract.name)
+            findings.add(*header_mismatches(out, shard, header_entries(tensors), metadata))
 
 
 def check_kernel_tensors(
@@ -199,7 +202,7 @@ def _index(expected: ExpectedOutput) -> bytes:
     source, padded = expected.source, expected.padded
     checkpoint = source.checkpoint
     kept = checkpoint.index_metadata or {}
-    grown = sum(p.new_rows * p.new_row_bytes - p.info.nbytes for p in padded.values())
+    grown = sum(p.shape[0] * p.sizes[1] - p.info.nbytes for p in padded.values())
     metadata = {**kept, "total_size": checkpoint.total_size + grown}
     if isinstance(kept.get("total_parameters"), int):
         metadata["total_parameters"] += sum(prod(p.shape) - prod(p.info.shape) for p in padded.values())

@@ -199,10 +199,12 @@ def proof_mismatches(
 def _expected_storage(recorded: Any, result: StorageResult, tensors: Mapping[str, int]) -> dict[str, Any]:
     """Take counts as recorded where this run, of a part, cannot tell them from right ones: at least what was seen here."""
     record = storage_record(tensors, result.coverage.bytes, result.coverage.files)
-    if isinstance(recorded, dict) and (result.sample is not None or not result.passed):
+    edited = result.findings.edited
+    if isinstance(recorded, dict) and (result.sample is not None or not result.passed or edited):
+        spare = {"bytes": sum(result.files[n].size for n in edited & result.files.keys()), "files": 0}
         for key in ("bytes", "files"):
             count = recorded.get(key)
-            record[key] = count if type(count) is int and count >= record[key] else record[key]
+            record[key] = count if type(count) is int and count >= record[key] - spare[key] else record[key]
     return record
 
 

@@ -17,6 +17,7 @@ from threading import Lock
 
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.kinds import is_editable
 from fse_convert.checkpoint.names import MANIFEST, SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard, read_checkpoint
 from fse_convert.errors import VerificationFailure
@@ -31,15 +32,15 @@ from fse_convert.torch_threads import one_torch_thread
 from fse_convert.verification.expected import PACKED, ExpectedOutput, KernelExpert, kernel_experts
 from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, text_mismatches
 from fse_convert.verification.headers import (
+    check_clutter,
     check_files,
     check_kernel_headers,
     check_kernel_tensors,
     check_standard_layout,
+    clutter_notes,
     entries_of,
     expected_texts,
     header_mismatches,
-    hidden_mismatches,
-    hidden_note,
     index_mismatches,
     refusals,
 )
@@ -56,8 +57,8 @@ from fse_convert.verification.manifest import (
     source_mismatches,
     tool_note,
 )
-from fse_convert.verification.pieces import Comparison, SourceTensors, block_scales, main_pieces, plain_pieces, sidecar_pieces
-from fse_convert.verification.stream import FileReport, Piece, input_files, walk
+from fse_convert.verification.pieces import Comparison, SourceTensors, block_scales, plain_pieces, shard_pieces
+from fse_convert.verification.stream import FileReport, InputFiles, Piece, walk
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read at a time: each keeps one core busy with comparing and one with SHA-256."""
@@ -68,12 +69,14 @@ class Output:
     """An output, published or still in staging, its manifest, and which part of it to read how.
 
     ``sample``: compare the bytes of some tensors only; everything else is checked in any case. ``workers``: files read at a time.
+    ``strict``: model card, licences and pictures must be as they were converted, too, and nothing may lie beside.
     """
 
     folder: LocalFolder
     manifest: OutputManifest
     sample: Sample | None = None
     workers: int | None = None
+    strict: bool = True
 
 
 def prove_storage(
@@ -89,7 +92,7 @@ def prove_storage(
     Which layers must have the kernel layout follows from the source, whatever the manifest says of them: from the ``plan`` of
     the conversion that wrote the output, or from planning again. Raises OSError, EOFError; never for what the output holds.
     """
-    out, manifest, findings = output.folder, output.manifest, Findings()
+    out, manifest, findings = output.folder, output.manifest, Findings(strict=output.strict)
     nothing = StorageResult("source", findings, output.sample, kernel_in_manifest=kernel_note(manifest))
     findings.add(*source_mismatches(manifest.content, source))
     if findings.count:
@@ -137,7 +140,7 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     within a scale block: then padding rows have that block's scale here and 1.0 there. Which layers must have it only the
     manifest says, so this tells damage, and no editor who makes the digests again. Raises OSError, EOFError.
     """
-    out, manifest, findings = output.folder, output.manifest.content, Findings()
+    out, manifest, findings = output.folder, output.manifest.content, Findings(strict=output.strict)
     opened = _Opened.of(out, findings)
     source = describe_source(opened.checkpoint)
     experts = kernel_experts(source.description, manifest.verdicts, manifest.model.shared_kernel_width)
@@ -149,7 +152,7 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
         findings.add(Mismatch("manifest", MANIFEST, e.prefix, expected=want, found=got))
     width = manifest.model.n_shared_experts * manifest.model.width.source
     comparable = {n: e for n, e in right.items() if _has_kernel_shape(e) and _ends_with_block(e, width)}
-    findings.add(*hidden_mismatches(out))
+    check_clutter(out, findings)
     comparison = Comparison(opened.checkpoint, out.root, experts=comparable)
     result = _read_back(output, comparison, opened, findings, observe)
     findings.add(*digest_mismatches(manifest, result))
@@ -200,7 +203,7 @@ def _comparable(
 def _inexact(source: Source, experts: Iterable[KernelExpert]) -> list[Mismatch]:
     """Find experts whose FP32 scales the kernel layout cannot hold, by prefix."""
     mismatches = []
-    with input_files(source.folder.root) as files:
+    with InputFiles(source.folder.root) as files:
         tensors = SourceTensors.of(source.checkpoint, files)
         for expert in experts:
             for role in Role:
@@ -257,9 +260,13 @@ def _read_back(
     coverage = Coverage({kind: len(names if chosen is None else chosen.intersection(names)) for kind, names in kinds.items()})
     tensors: dict[str, str] = {}
     files: dict[str, FileDigest] = {}
-    jobs = list(_jobs(output.folder, comparison, opened, chosen))
+    stated = manifest.content.files
+    if stated is not None and not findings.strict:
+        findings.edited.update(n for n in output.folder.files if n not in stated and is_editable(n))
+    added = findings.edited if stated is None else findings.edited - stated.keys()
+    jobs = [job for job in _jobs(output.folder, comparison, opened, chosen) if job.name not in added]
     for report in _run(jobs, output.folder.root, comparison, output.workers or WORKERS, observe):
-        findings.extend(report.findings)
+        findings.add(*report.mismatches)
         coverage.bytes += report.compared
         coverage.files += 1
         tensors.update(report.tensors)
@@ -278,7 +285,7 @@ def _read_back(
         of_tensors=sum(1 for _ in held),
         digests=manifest.content.tensors is not None,
         layers=expected.coverage(sample) if expected else None,
-        notes=tuple(filter(None, (tool_note(manifest.content), hidden_note(output.folder)))),
+        remarks=tuple(filter(None, (tool_note(manifest.content), *clutter_notes(output.folder, findings)))),
         kernel_in_manifest=kernel_note(manifest),
     )
 
@@ -291,10 +298,9 @@ class _Job:
 
 
 def _jobs(out: LocalFolder, comparison: Comparison, opened: _Opened, chosen: set[str] | None) -> Iterator[_Job]:
-    for shards, pieces in ((opened.shards, main_pieces), (opened.sidecar, sidecar_pieces)):
-        for shard in shards:
-            if chosen is None or any(t.name in chosen for t in shard.header.tensors):
-                yield _Job(shard.name, partial(pieces, comparison, shard, chosen), chosen is None)
+    for shard in (*opened.shards, *opened.sidecar):
+        if chosen is None or any(t.name in chosen for t in shard.header.tensors):
+            yield _Job(shard.name, partial(shard_pieces, comparison, shard, chosen), chosen is None)
     known = {s.name for s in (*opened.shards, *opened.sidecar)} | {MANIFEST}
     for name, size in out.files.items():
         if name not in known:
@@ -309,7 +315,7 @@ def _run(jobs: list[_Job], out: Path, comparison: Comparison, workers: int, obse
             observe(event)
 
     def run(job: _Job) -> FileReport:
-        with input_files(out) as ours, input_files(comparison.root) as theirs:
+        with InputFiles(out) as ours, InputFiles(comparison.root) as theirs:
             source = SourceTensors.of(comparison.checkpoint, theirs)
             return walk(ours, job.name, job.pieces(source), report, whole=job.whole)
 

@@ -1,4 +1,4 @@
-"""Count the bytes of tensors in vLLM at V4.1's real layer shape, held after loading and at the peak: the table in README "Serving".
+"""Count the bytes of tensors in vLLM at V4.1's real layer shape, held after loading and at the peak: the table in docs/serving.md.
 
     python -m tests.benchmarks.serving_bytes [RELEASE ...]      default: 0.30 0.31 0.33
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -122,6 +123,20 @@ def test_signals_have_their_codes(number: int, code: int, made: Make, tmp_path: 
         assert f'"exit_code": {code}' in out
 
 
+def test_debug_shows_where_an_error_comes_from_and_changes_nothing_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fse_convert.cli import main
+
+    monkeypatch.setenv("FSE_CONVERT_DEBUG", "1")
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", str(tmp_path), "--json", "--target", "nothing"])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert json.loads(out)["problems"][0]["code"] == "target-unknown"
+    assert "Traceback" in err
+
+
 def test_bare_command_is_help(run: Run) -> None:
     code, out, err = run()
     assert code == 0
@@ -139,17 +154,27 @@ def test_numpy_is_not_missed(made: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("fse-convert ins", "inspect"),
-        ("fse-convert checkpoint out --tar", "--target"),
-        ("fse-convert checkpoint out --target megamoe-5", "megamoe-512"),
-        ("fse-convert inspect x --require vllm-0.33", "vllm-0.33"),
+        ("fse-convert ins", ["inspect"]),
+        ("fse-convert re", ["restore"]),
+        ("fse-convert --ta", ["--target"]),
+        ("fse-convert checkpoint out --tar", ["--target"]),
+        ("fse-convert checkpoint out --target megamoe-5", ["megamoe-512"]),
+        ("fse-convert inspect x --require vllm-0.33", ["vllm-0.33", "vllm-0.33-aiter", "vllm-0.33-aiter-mega"]),
+        ("fse-convert inspect x --target ato", ["atom"]),
+        ("fse-convert check", []),
     ],
 )
-def test_the_shell_completes(words: str, offered: str) -> None:
-    env = {**os.environ, "_FSE_CONVERT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    command = [sys.executable, "-m", "fse_convert"]
-    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
-    assert f"plain,{offered}" in shown.split()
+def test_bash_completes(words: str, offered: list[str]) -> None:
+    script = """
+        compopt() { echo "$@"; }  # bash has it only while it completes
+        source <(fse-convert completion bash)
+        COMP_WORDS=($TYPED) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+        _fse_convert_completion fse-convert
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TYPED": words}
+    shown = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, check=True, env=env).stdout.split()
+    assert shown == (offered or ["-o", "default"])
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])

@@ -30,7 +30,7 @@ def nothing(*_: object) -> str:
 
 
 def job(name: str, size: int, linked: Path | None = None) -> Job:
-    return Job(name, size, nothing, linked)
+    return Job(name=name, size=size, room=size, write=nothing, linked=linked)
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=40), st.integers(1, 12))

@@ -42,6 +42,10 @@ def test_the_page_of_targets_is_the_data(make: ModuleType) -> None:
     assert all(f"`{t.name}`" in page for t in TARGETS)
 
 
+def test_the_page_of_codes_is_the_data(make: ModuleType) -> None:
+    assert (DOCS / "codes.md").read_text(encoding="utf-8") == make.codes_markdown()
+
+
 def test_the_picture_of_inspect_is_a_real_run(make: ModuleType, tmp_path: Path) -> None:
     shown = lines((DOCS / "inspect.svg").read_text(encoding="utf-8"))
     assert "NVIDIA MegaMoE: vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as is." in shown
@@ -53,30 +57,37 @@ def test_a_picture_fetches_nothing() -> None:
     assert not re.findall(r"url\(|href=", re.sub(r"url\(#[^)]*\)", "", (DOCS / "inspect.svg").read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "docs/format.md", "examples/serve_vllm.md", "examples/serve_sglang.md"]
-)
+PAGES = sorted(str(p.relative_to(DOCS.parent)) for place in ("*.md", "docs/*.md", "examples/*.md") for p in DOCS.parent.glob(place))
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_to_files_lead_somewhere(page: str) -> None:
     path = DOCS.parent / page
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
-def test_every_option_of_convert_is_in_the_readme() -> None:
+def test_every_option_of_convert_is_described() -> None:
     from fse_convert.cli import cli
 
-    text = README.read_text(encoding="utf-8")
+    text = (DOCS / "converting.md").read_text(encoding="utf-8")
     for option in cli.commands["convert"].params:
         assert option.param_type_name == "argument" or any(f"`{name}" in text or f", `{name}" in text for name in option.opts), (
             option
         )
 
 
-def test_every_exit_code_is_in_the_readme_and_in_the_help() -> None:
+def test_the_readme_leads_to_every_page() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert all(f"(docs/{page.name})" in text for page in DOCS.glob("*.md"))
+    assert len(text.splitlines()) < 100
+
+
+def test_every_exit_code_is_described_and_in_the_help() -> None:
     from fse_convert.cli.app import EXIT_CODES
     from fse_convert.errors import ExitCode
 
-    text = README.read_text(encoding="utf-8")
+    text = (DOCS / "converting.md").read_text(encoding="utf-8")
     for code in ExitCode:
         assert f"| {int(code)} |" in text
         assert f"\n  {int(code)}  " in EXIT_CODES

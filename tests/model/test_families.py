@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pytest
 
+from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.families import FAMILIES, find_family
 from fse_convert.model.moe import LayerKind, Role
-from fse_convert.testing.memory import PROJ, Tensors, W, description_of, expert
+from fse_convert.servers.judge import judge
+from fse_convert.testing.memory import PROJ, Tensors, W, description_of, expert, subject_of
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
 
@@ -104,11 +107,15 @@ def tensors_of(release: Release) -> Tensors:
         found |= expert(f"{block}.{release.shared}", "bf16", release.shared_width, HIDDEN, release.shared_names)
         if release.gate:
             found[f"{block}.{release.shared}_gate.weight"] = ("BF16", (1, HIDDEN))
+    if release.mtp:
+        found[f"{release.mtp.rpartition('.')[0]}.enorm.weight"] = ("BF16", (HIDDEN,))
     return found
 
 
 def config_of(release: Release) -> dict[str, Any]:
     inner = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, **release.config}
+    if not release.mtp:
+        inner.pop("num_nextn_predict_layers", None)
     if release.nested:
         return {"model_type": release.model_type, "text_config": {"model_type": f"{release.model_type}_text", **inner}}
     return {"model_type": release.model_type, **inner}
@@ -132,6 +139,96 @@ def test_a_releases_names_are_understood_to_the_last_tensor(release: Release) ->
         assert bool(d.layer.gate_tensor) is release.gate is found.family.gated
     assert found.n_shared == release.n_shared
     assert found.section == ("text_config" if release.nested else "")
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+CHANGES: dict[str, dict[str, Any]] = {
+    "as released": {},
+    "quantisation at the top": {"quantization_config": FP8},
+    "wrong hidden size": {"hidden_size": 2 * HIDDEN},
+    "wrong depth": {"num_hidden_layers": LAYERS + 1},
+    "wrong number of experts": dict.fromkeys(
+        ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), EXPERTS + 1
+    ),
+    "wrong width": dict.fromkeys(("moe_intermediate_size", "intermediate_size"), 2 * WIDTH),
+}
+"""What the config is made to say; keys that a release does not have are left out."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_nested_or_flat_in_any_order_the_answer_is_the_same(release: Release, change: str) -> None:
+    inner = config_of(replace(release, nested=False))
+    wrong = {k: v for k, v in CHANGES[change].items() if k in inner}
+    beside = {k: v for k, v in CHANGES[change].items() if k == "quantization_config"}
+    answers = set()
+    for nested, backwards, copied in product((False, True), repeat=3):
+        config = {**config_of(replace(release, nested=nested, config={**release.config, **wrong})), **beside}
+        if copied and nested:
+            config |= {k: v for k, v in {**inner, **wrong}.items() if k != "model_type"}
+        if backwards:
+            config = {k: dict(reversed(v.items())) if isinstance(v, dict) else v for k, v in reversed(config.items())}
+        answers.add(answer(config, release))
+    assert len(answers) == 1
+    conflicts = {code for *_, codes in answers for code in codes}
+    numbered_on = release.mtp == release.decoder.format(LAYERS)  # then that layer's own tensors say that it is no decoder layer
+    assert bool(conflicts) is (bool(wrong) and (change != "wrong depth" or numbered_on))
+
+
+def answer(config: dict[str, Any], release: Release) -> tuple[Any, ...]:
+    """What is made of a checkpoint: its layers, conflicts and gaps, and every server's verdict on decoder layers."""
+    about = subject_of(config, tensors_of(release))
+    found = about.description
+    decoder = [i for i, d in enumerate(found.layers) if d.layer.kind is LayerKind.DECODER]
+    verdicts = tuple(
+        (a.name, v.outcome, tuple(r.code for r in v.reasons)) for a in judge(about) for v in (a.layers[i] for i in decoder)
+    )
+    gaps = tuple(p.code for p in found.gaps)
+    codes = frozenset(c.code for c in found.conflicts if not c.code.startswith("quantization"))
+    return repr(found.layers), found.n_shared, verdicts, gaps, codes
+
+
+@pytest.mark.parametrize("copy", ["", "text_config"])
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_a_copy_that_says_something_else_is_a_conflict_in_either_section(release: Release, copy: str) -> None:
+    inner = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, **release.config}
+    family = next(f for f in FAMILIES if release.model_type in f.model_types)
+    keys = {"hidden_size", *(w.key for w in family.widths), *family.n_routed_keys, *family.n_shared_keys} & inner.keys()
+    for key in keys:
+        config = {**config_of(replace(release, nested=True)), **inner}
+        (config[copy] if copy else config)[key] = 7
+        conflicts = [c for c in description_of(config, tensors_of(release)).conflicts if c.code in LOAD_CONFLICTS]
+        assert conflicts, key
+
+
+def test_numbers_of_experts_per_modality_add_up() -> None:
+    release = next(r for r in RELEASES if r.family == "Ernie-4.5")
+    found = description_of(config_of(replace(release, config={**release.config, "moe_num_experts": [2, 1]})), tensors_of(release))
+    assert found.conflicts == ()
+    two = description_of(config_of(replace(release, config={**release.config, "moe_num_experts": [3, 3]})), tensors_of(release))
+    assert [c.message for c in two.conflicts] == ["moe_num_experts is [3, 3], the tensors show 3 routed experts per decoder layer"]
+    per_layer = next(r for r in RELEASES if r.family == "Hunyuan")
+    assert description_of(config_of(per_layer), tensors_of(per_layer)).n_shared == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "there", "count", "codes"),
+    [
+        ({}, True, 1, []),
+        ({}, False, 0, []),
+        ({"n_shared_experts": None}, False, 0, []),
+        ({"n_shared_experts": 0}, False, 0, []),
+        ({"n_shared_experts": None}, True, 0, ["config-width"]),
+        ({"n_shared_experts": 0}, True, 0, ["config-width"]),
+    ],
+)
+def test_how_many_shared_experts_there_are(written: dict[str, Any], there: bool, count: int, codes: list[str]) -> None:
+    release = next(r for r in RELEASES if r.model_type == "deepseek_v3")
+    config = {k: v for k, v in release.config.items() if k != "n_shared_experts"} | written
+    tensors = {n: i for n, i in tensors_of(release).items() if there or "shared_experts" not in n}
+    for nested in (False, True):
+        found = description_of(config_of(replace(release, config=config, nested=nested)), tensors)
+        assert (found.n_shared, [c.code for c in found.conflicts]) == (count, codes)
 
 
 def test_a_gated_familys_gate_must_be_there() -> None:
@@ -172,7 +269,8 @@ def test_llama4_experts_are_stacked_and_said_to_be() -> None:
     }
     found = description_of(config, tensors)
     assert [p.code for p in found.problems] == ["experts-stacked"] * LAYERS
-    assert "one 3-D tensor, BF16 [3, 256, 256]" in found.problems[0].message
+    assert "one 3-D tensor, BF16 [3, 128, 256]" in found.problems[0].message
+    assert found.problems[0].where == "language_model.model.layers.0.feed_forward.experts.down_proj and 1 more"
     assert all(d.shared and d.shared.width == WIDTH and d.routed is None for d in found.layers)
 
 
@@ -184,6 +282,7 @@ def test_step5_holds_stacked_experts_in_the_block_and_the_shared_one_beside_it(s
             tensors[f"model.layers.{i}.moe.{name}.weight"] = ("BF16", shape)
         tensors[f"model.layers.{i}.moe.router_bias"] = ("F32", (4,))
         tensors |= expert(f"model.layers.{i}.{shared}", "bf16", WIDTH, HIDDEN, PROJ)
+    tensors["model.layers.2.eh_proj.weight"] = ("BF16", (HIDDEN, 2 * HIDDEN))
     tensors |= {f"model.layers.0.mlp.{p}.weight": ("BF16", (WIDTH, HIDDEN)) for p in PROJ}
     config = {
         "model_type": "step5",

@@ -31,6 +31,7 @@ def read(store: str, hint: tuple[int, int] | None = None, n: int = N, k: int = K
         ("fp8-128-bf16", StorageKind.FP8_BLOCK, (128, 128), "FP8 128x128 BF16"),
         ("mxfp8", StorageKind.FP8_BLOCK, (1, 32), "MXFP8"),
         ("mxfp8-u8", StorageKind.FP8_BLOCK, (1, 32), "MXFP8 (U8 scales)"),
+        ("fp8-pb-wo", StorageKind.FP8_BLOCK, (128, 128), "FP8 128x128 F32"),
         ("fp8-tensor", StorageKind.FP8_TENSOR, None, "FP8 per tensor"),
         ("fp8-channel", StorageKind.FP8_CHANNEL, None, "FP8 per channel"),
         ("mxfp4", StorageKind.MXFP4, (1, 32), "MXFP4"),
@@ -47,13 +48,34 @@ def test_a_format_is_read_from_dtypes_and_shapes(store: str, kind: StorageKind, 
     assert all(f.tiles[s] is None for s in f.tiles if s.endswith(("_2", "input_scale", "global_scale")))
 
 
-@pytest.mark.parametrize("store", ["fp8-128", "fp8-32", "mxfp8", "fp8-channel", "mxfp4", "nvfp4", "bf16"])
+@pytest.mark.parametrize("store", ["fp8-128", "fp8-32", "fp8-pb-wo", "mxfp8", "fp8-channel", "mxfp4", "nvfp4", "bf16"])
 def test_tiles_explain_every_stored_shape(store: str) -> None:
     f, stored = read(store), matrix(store, N, K)
     for suffix, tile in f.tiles.items():
         if tile is not None:
-            expected = (-(-N // tile.rows), -(-K // tile.cols) if tile.cols else 1)
-            assert stored[suffix][1] == expected
+            assert stored[suffix][1] == tile.stored(N, K, len(stored[suffix][1]))
+
+
+@pytest.mark.parametrize(
+    ("tile", "dimensions", "shape"),
+    [
+        (Tile(1, 1, b"", None), 2, (300, 200)),
+        (Tile(1, 2, b"", None), 2, (300, 100)),
+        (Tile(128, 128, b"", None), 2, (3, 2)),
+        (Tile(128, 128, b"", None), 4, (3, 1, 2, 1)),
+        (Tile(1, 0, b"", None), 2, (300, 1)),
+        (Tile(1, 0, b"", None), 1, (300,)),
+    ],
+)
+def test_a_tile_tells_the_stored_shape_of_any_matrix(tile: Tile, dimensions: int, shape: tuple[int, ...]) -> None:
+    assert tile.stored(300, 200, dimensions) == shape
+
+
+def test_modelopts_scales_of_four_dimensions_mean_blocks_of_128_however_few_there_are() -> None:
+    small = parts(weight=("F8_E4M3", (96, 64)), weight_scale=("F32", (1, 1, 1, 1)))
+    assert read_format(small).block == (128, 128)
+    with pytest.raises(FormatError, match="found"):
+        read_format(parts(weight=("F8_E4M3", (N, K)), weight_scale=("F32", (2, 2, 4, 1))))
 
 
 def test_the_element_that_pads_is_zero_for_weights_and_one_for_scales() -> None:
@@ -88,7 +110,7 @@ def test_eight_bit_integers_are_not_packed_fp4(scale: tuple[str, tuple[int, ...]
     with pytest.raises(FormatError) as e:
         read_format(parts(weight=("I8", (N, K)), weight_scale=scale))
     assert e.value.problem.code == "scale-geometry"
-    assert "8-bit integers are not packed FP4" in e.value.problem.hint
+    assert "neither MXFP4 nor NVFP4" in e.value.problem.message
 
 
 @pytest.mark.parametrize(
@@ -105,7 +127,10 @@ def test_eight_bit_integers_are_not_packed_fp4(scale: tuple[str, tuple[int, ...]
         ({"weight": ("F8_E4M3", (N, K)), "scale": ("F16", (2, 4))}, "scale-dtype"),
         ({"weight": ("F8_E5M2", (N, K)), "scale": ("F32", (2, 4))}, "dtype-unsupported"),
         ({"weight": ("BF16", (4, N, K))}, "weight-shape"),
-        ({"weight": ("BF16", (N, 0))}, "weight-shape"),
+        ({"weight": ("BF16", (N, 0))}, "tensor-empty"),
+        ({"weight": ("BF16", (0,))}, "tensor-empty"),
+        ({"weight": ("F8_E4M3", (N, K)), "scale": ("F32", (0,))}, "tensor-empty"),
+        ({"weight": ("F8_E4M3", (N, K)), "scale": ("F32", (2, 4)), "input_scale": ("F32", (0,))}, "tensor-empty"),
         ({"weight": ("F8_E4M3", (N, K)), "scale": ("F32", (2, 4)), "bias": ("BF16", (N,))}, "part-unknown"),
         ({"weight": ("U8", (N, K)), "weight_scale": ("F8_E4M3", (N, K // 16))}, "scale-geometry"),
     ],

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fse_convert.output import copying as ranges
-from fse_convert.output.copying import Link, carry, copy_range, read_into, write_all
+from fse_convert.output.copying import Link, carry, copy_range, read_into, way, write_all
+from fse_convert.output.mounts import Mount
 
 DATA = bytes(range(256)) * 300
 
@@ -42,15 +43,31 @@ def test_copy_range_falls_back_when_the_kernel_cannot(
     assert sum(seen) == 5000
 
 
-def test_errors_that_are_failures_are_raised(files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    src, dst, _ = files
+@pytest.mark.parametrize(("call", "which"), [("pread", "src"), ("write", "dst")])
+def test_an_error_names_the_file_that_it_is_about(
+    call: str, which: str, files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copying within the kernel does not tell which of the two failed."""
+    src, dst, path = files
 
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "full")
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(os, "copy_file_range", full)
-    with pytest.raises(OSError, match="full"):
+    monkeypatch.setattr(os, "copy_file_range", fail)
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="broken") as e:
         copy_range(src, dst, 0, 10)
+    assert e.value.filename == str(path.with_name(which))
+
+
+def test_a_read_that_fails_names_its_file(files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match="broken") as e:
+        read_into(files[0], memoryview(bytearray(4)), 0)
+    assert e.value.filename == str(files[2].with_name("src"))
 
 
 def test_a_source_that_ends_early_is_seen(files: tuple[int, int, Path]) -> None:
@@ -98,3 +115,44 @@ def test_clone_shares_blocks_where_it_can(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "a").write_bytes(DATA)
     assert carry(tmp_path / "a", tmp_path / "b", Link.AUTO) == "clone"
     assert asked == [ranges.FICLONE]
+
+
+def test_a_copy_that_was_asked_for_shares_no_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """copy_file_range and sendfile clone on XFS and Btrfs."""
+
+    def share(*_: object) -> int:
+        raise AssertionError("may share blocks")
+
+    for owner, name in [(os, "copy_file_range"), (os, "sendfile"), (ranges.fcntl, "ioctl"), (os, "link")]:
+        monkeypatch.setattr(owner, name, share)
+    (tmp_path / "a").write_bytes(DATA)
+    assert carry(tmp_path / "a", tmp_path / "b", Link.COPY) == "copy"
+    assert (tmp_path / "b").read_bytes() == DATA
+
+
+@pytest.mark.parametrize(
+    ("link", "clones", "kind", "elsewhere", "want"),
+    [
+        pytest.param(Link.AUTO, True, "xfs", False, "clone", id="cloned"),
+        pytest.param(Link.AUTO, False, "ext4", False, "copy", id="no clones"),
+        pytest.param(Link.COPY, True, "xfs", False, "copy", id="a copy as asked"),
+        pytest.param(Link.HARD, True, "xfs", False, "hard link", id="a hard link as asked"),
+        pytest.param(Link.HARD, True, "xfs", True, "clone", id="no hard link to another mount"),
+        pytest.param(Link.HARD, False, "overlay", False, "hard link or copy", id="overlay"),
+    ],
+)
+def test_the_way_is_known_before(
+    link: Link, clones: bool, kind: str, elsewhere: bool, want: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ioctl(_fd: int, _request: int, _src: int) -> None:
+        if not clones:
+            raise OSError(errno.EOPNOTSUPP, "no")
+
+    def mount(path: Path) -> Mount:
+        return Mount(number=2 if elsewhere and path.name == "a" else 1, kind=kind, device=1)
+
+    monkeypatch.setattr(ranges, "mount_of", mount)
+    monkeypatch.setattr(ranges.fcntl, "ioctl", ioctl)
+    (tmp_path / "a").write_bytes(DATA)
+    assert way(tmp_path / "a", tmp_path, link) == want
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ import pytest
 
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, Locked, Problem, UsageError
-from fse_convert.output.staging import Staging, check_space, stage
+from fse_convert.output.lock import LOCK, locked
+from fse_convert.output.staging import Staging, check_output, check_space, left_behind, stage
 
 
 def test_output_appears_by_publishing_only(tmp_path: Path) -> None:
@@ -134,3 +136,56 @@ def test_only_files_of_the_plan_stay(tmp_path: Path) -> None:
         assert sorted(str(p.relative_to(staging.folder)) for p in staging.folder.rglob("*") if not p.is_dir()) == ["a", "fse/b"]
         assert not (staging.folder / "link").exists()
         staging.publish(lambda: None)
+
+
+def cut_off(tmp_path: Path) -> Path:
+    """What a run leaves that is killed between the swap and the removal of what it replaced."""
+    out = tmp_path / "out"
+    root = Staging(out).root
+    for folder in (out / "fse", root / "output" / "fse"):
+        folder.mkdir(parents=True)
+        (folder.parent / MANIFEST).write_text("{}")
+    (root / "output" / "shard").write_bytes(bytes(1000))
+    (root / LOCK).write_text("")
+    return out
+
+
+def test_what_a_run_that_was_cut_off_left_is_named(tmp_path: Path) -> None:
+    out = cut_off(tmp_path)
+    with pytest.raises(UsageError) as e:
+        check_output(tmp_path / "source", out, overwrite=False)
+    assert [p.code for p in e.value.problems] == ["output-exists", "left-behind"]
+    assert "1,002 bytes" in e.value.problems[1].message
+    assert e.value.problems[1].where == str(Staging(out).root)
+    assert (Staging(out).root / "output" / "shard").is_file()
+
+
+def test_what_a_run_is_working_on_is_not_called_left_behind(tmp_path: Path) -> None:
+    out = cut_off(tmp_path)
+    with locked(Staging(out).root, out):
+        assert left_behind(out) == ()
+    assert left_behind(out)
+
+
+def test_a_file_system_that_keeps_removed_files_that_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS and FUSE give them another name until they are closed, so that their folder is not empty."""
+    rmdir, closed = Path.rmdir, False
+
+    def not_empty(folder: Path) -> None:
+        if not closed and folder == Staging(tmp_path / "out").root:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+        rmdir(folder)
+
+    close = os.close
+
+    def closing(fd: int) -> None:
+        nonlocal closed
+        closed |= str(Path(f"/proc/self/fd/{fd}").readlink()).endswith(f"/{LOCK} (deleted)")
+        close(fd)
+
+    monkeypatch.setattr(Path, "rmdir", not_empty)
+    monkeypatch.setattr(os, "close", closing)
+    with stage(tmp_path / "out") as staging:
+        staging.write("x", b"1")
+        staging.publish(lambda: None)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -87,34 +87,6 @@ def test_stacked_experts_are_not_understood() -> None:
     assert {p.code for p in error.problems} == {"experts-stacked"}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "config", "shared"),
-    [
-        ("hunyuan_v1_moe", {"num_experts": 2, "num_shared_expert": [1, 1], "moe_intermediate_size": [WIDTH, WIDTH]}, "shared_mlp"),
-        ("hunyuan_v1_moe", {"num_experts": 2, "num_shared_expert": 1}, "shared_mlp"),
-        (
-            "ernie4_5_vl_moe",
-            {"moe_num_experts": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": [WIDTH, 128]},
-            "shared_experts",
-        ),
-        ("dots3_note_text", COUNT, "shared_experts"),
-    ],
-)
-def test_a_width_that_the_config_does_not_say_in_one_number_cannot_be_edited(
-    model_type: str, config: dict[str, Any], shared: str
-) -> None:
-    error = refused({"model_type": model_type, **config}, tensors_of(shared=shared))
-    assert [p.code for p in error.problems] == ["config-key"]
-
-
-def test_such_a_config_is_no_obstacle_where_nothing_is_padded() -> None:
-    config = {"model_type": "hunyuan_v1_moe", "num_experts": 2, "num_shared_expert": [1, 1], "moe_intermediate_size": [WIDTH] * 2}
-    target = find_target("megamoe-128")
-    assert target is not None
-    made = checkpoint(config, tensors_of(shared="shared_mlp"))
-    assert not make_plan(describe_source(made), Options(target)).padded
-
-
 def test_a_shared_width_of_its_own_must_be_a_multiple_of_the_routed_one() -> None:
     config = {"model_type": "alice_ai", **OWN, "shared_expert_intermediate_size": 512}
     tensors = tensors_of(shared="shared_expert", shared_width=512)

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fse_convert.errors import Problem
-from fse_convert.inspection import Inspection, contract_widths, folded
+from fse_convert.errors import Problem, folded
+from fse_convert.inspection import Inspection
 from fse_convert.plan.advice import advise
 from fse_convert.plan.costs import Serving, costs
 from fse_convert.plan.planner import planner
 from fse_convert.plan.source import describe_source
+from fse_convert.plan.widths import contract_widths
 from fse_convert.report.console import size, span
 from fse_convert.report.inspection.github import workflow_commands
 from fse_convert.report.inspection.pages import markdown

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, Subject, judge, whole
+from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, judge, whole
+from fse_convert.servers.scales import Scales
+from fse_convert.servers.subject import Subject
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
 from fse_convert.testing.memory import PROJ, Model, Tensors, expert, subject_of
 
@@ -27,7 +31,7 @@ def test_every_target_answers_every_layer_and_questions_stay_apart() -> None:
     assert {len(a.layers) for a in answers} == {3}
     for a in answers:
         native = a.question is Question.NATIVE
-        assert native == (not a.name.endswith(("-aiter", "-aiter-mega", "-slots", "atom")))
+        assert native == (not a.name.endswith(("-aiter", "-aiter-mega", "-fhmoe", "-slots", "atom")))
         assert a.source
         assert a.started_with
     assert len({q.heading for q in Question}) == len(Question)
@@ -45,7 +49,6 @@ def test_an_official_v4_fuses_natively_and_not_by_aiter() -> None:
 def test_aiter_megamoe_fuses_an_official_v4_by_requantising_its_shared_experts() -> None:
     mega = ask(Model(hidden=4096, width=2048, shared="fp8-128").subject(), "vllm-0.33-aiter-mega")
     assert outcomes(mega) == "fff"
-    assert mega.safe
     assert [n.code for n in mega.notes] == ["aiter-requantised"]
     for flag in ("--moe-backend aiter_mega_moe", """--quantization-config.targets '{"*shared_experts*": "mxfp4"}'"""):
         assert flag in mega.started_with
@@ -57,7 +60,9 @@ def test_aiter_megamoe_fuses_an_official_v4_by_requantising_its_shared_experts()
     [
         pytest.param(Model(config={"model_type": "deepseek_v41", "architectures": []}), "refused", "model-unsupported", id="V4.1"),
         pytest.param(Model(shared="bf16", routed="bf16"), "error", "aiter-server-error", id="V4 in BF16"),
-        pytest.param(Model(config={"expert_dtype": "fp8"}), "error", "aiter-server-error", id="FP8 experts"),
+        pytest.param(
+            Model(routed="fp8-128-f32-scale", config={"expert_dtype": "fp8"}), "error", "aiter-server-error", id="FP8 experts"
+        ),
         pytest.param(Model(n_shared=2), "unfused", "aiter-shared-count", id="two shared experts"),
     ],
 )
@@ -74,9 +79,8 @@ def test_aiter_megamoe_is_not_for_glm() -> None:
 
 def test_aiter_megamoe_takes_routed_experts_in_mxfp4_only_whatever_the_config_says() -> None:
     mega = ask(Model(routed="nvfp4").subject(), "vllm-0.33-aiter-mega")
-    assert mega.fused
-    assert not mega.safe
-    assert [n.code for n in mega.notes] == ["aiter-requantised", "aiter-storage-differs"]
+    assert (mega.model.outcome, [r.code for r in mega.model.reasons]) == (Outcome.UNSAFE, ["aiter-storage-differs"])
+    assert mega.notes == ()
 
 
 def test_a_drafter_that_differs_shows_in_its_own_cells() -> None:
@@ -94,7 +98,7 @@ def test_the_mixed_model_is_an_error_for_aiter_and_a_fact_for_the_kernel() -> No
         "expert_dtype": "fp8",
     }
     config["quantization_config"]["ignored_layers"] = ["layers.1.ffn.shared_experts.w1", "layers.1.ffn.shared_experts.w3"]
-    about = Model(hidden=512, width=256, routed="fp8-128", shared="fp8-128", mtp=0, config=config).subject()
+    about = Model(hidden=512, width=256, routed="fp8-128-f32-scale", shared="fp8-128-f32-scale", mtp=0, config=config).subject()
     answer = ask(about, "vllm-0.33-aiter")
     assert outcomes(answer)[0] == "f"
     assert answer.layers[1].outcome is not Outcome.FUSED
@@ -136,10 +140,9 @@ def test_aiter_judges_decoder_and_drafter_apart() -> None:
 def test_where_the_config_calls_alike_what_is_stored_otherwise_that_is_said() -> None:
     config = {"quantization_config": QUARK, "architectures": ["DeepseekV4ForCausalLM"]}
     about = Model(routed="mxfp4-u8", shared="mxfp4-u8", mtp_shared="fp8-32-u8", config=config).subject()
-    answer = ask(about, "vllm-0.33-aiter")
-    assert answer.fused
-    note = next(n for n in answer.notes if n.code == "aiter-storage-differs")
-    assert "1 layers, mtp.0.ffn first" in note.message
+    answer = ask(about, "vllm-0.29-aiter")
+    assert outcomes(answer) == "ffu"
+    assert [r.code for r in answer.layers[2].reasons] == ["aiter-drafter-slots"]
 
 
 def test_a_model_class_that_is_not_known_gets_no_aiter_verdict() -> None:
@@ -190,20 +193,28 @@ def test_slots(model: Model, sglang: str, atom: str) -> None:
     assert requantised == (["slot-requantised"] if model == Model(shared="fp8-32") else [])
 
 
-def test_quark_turns_sglangs_slots_off_for_the_whole_model_when_one_layer_differs() -> None:
-    config = {"quantization_config": QUARK}
-    about = Model(routed="mxfp4-u8", shared="mxfp4-u8", mtp_shared="fp8-32", config=config).subject()
-    assert outcomes(ask(about, "sglang-0.5.23-slots")) == "uuu"
-    assert outcomes(ask(about, "atom")) == "ffu"
-
-
-def test_a_contract_says_that_headers_cannot_judge_f32_scales() -> None:
-    about = Model(shared="fp8-128-f32").subject()
-    for name in ("megamoe-128", "sglang-0.5.23"):
+@pytest.mark.parametrize(
+    ("read", "inexact", "contract", "server"),
+    [
+        ([], [], ("unknown", "scale-f32-unread"), ("unknown", "scale-f32-unread")),
+        (["w1", "w2"], [], ("unknown", "scale-f32-unread"), ("unknown", "scale-f32-unread")),
+        (["w1", "w2", "w3"], [], ("fused", ""), ("fused", "")),
+        (["w1"], ["w1"], ("unfused", "scale-inexact"), ("unsafe", "scale-f32-rounded")),
+    ],
+    ids=["nobody read them", "one is unread", "powers of two", "one is none"],
+)
+def test_f32_scales_fuse_only_where_they_are_known_to_be_powers_of_two(
+    read: list[str], inexact: list[str], contract: tuple[str, str], server: tuple[str, str]
+) -> None:
+    """SGLang rounds them while loading; the kernel's contract has no F32 scales; vLLM's loader takes none."""
+    at = "layers.0.ffn.shared_experts.{}.weight_scale_inv"
+    scales = Scales(frozenset(map(at.format, read)), {at.format(name): "0.3" for name in inexact})
+    about = replace(Model(shared="fp8-128-f32", layers=1, mtp=0).subject(), scales=scales)
+    for name, expected in (("megamoe-128", contract), ("sglang-0.5.23", server)):
         answer = ask(about, name)
-        assert answer.fused
-        assert [n.code for n in answer.notes] == ["scale-f32-unread"]
-    assert not ask(about, "vllm-0.33").fused
+        assert (answer.model.outcome.value, "".join(r.code for r in answer.model.reasons)) == expected
+        assert answer.notes == ()
+    assert [r.code for r in ask(about, "vllm-0.33").model.reasons] == ["scale-dtype"]
 
 
 def test_the_whole_is_the_worst_of_its_layers_with_every_reason() -> None:

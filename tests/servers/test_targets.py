@@ -17,7 +17,6 @@ from fse_convert.servers.targets import (
     TARGETS,
     Target,
     find_target,
-    for_version,
     needed_contract,
 )
 
@@ -73,26 +72,3 @@ def test_the_command_lists_all_targets(run: Callable[..., tuple[int, str, str]])
     code, out, _ = run("targets")
     assert code == 0
     assert all(t.name in out for t in ALL_TARGETS)
-
-
-@pytest.mark.parametrize(
-    ("engine", "version", "name"),
-    [
-        ("SGLang", "0.5.22", "sglang-0.5.22"),
-        ("SGLang", "0.5.22rc1", "sglang-0.5.22"),
-        ("SGLang", "0.5.22.post1", "sglang-0.5.22"),
-        ("SGLang", "0.5.22.dev3+g1234567", "sglang-0.5.22"),
-        ("SGLang", "0.5.21rc0", "sglang-0.5.21"),
-        ("SGLang", "0.5.2", "newest"),
-        ("SGLang", "0.99.0rc1", "newest"),
-        ("SGLang", "main", "newest"),
-        ("vLLM", "0.30.0", "vllm-0.30"),
-        ("vLLM", "0.31.2rc1.dev5+gabc", "vllm-0.31"),
-        ("vLLM", "0.3.1", "newest"),
-        ("vLLM", "0.99.0", "newest"),
-        ("vLLM", "dev", "newest"),
-    ],
-)
-def test_the_row_of_an_installed_release_candidate_or_build(engine: str, version: str, name: str) -> None:
-    newest = [t.name for t in TARGETS if t.engine == engine][-1]
-    assert for_version(engine, version).name == (newest if name == "newest" else name)

@@ -39,7 +39,7 @@ def by_layer(answer: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("target", [t.name for t in TARGETS])
 def test_the_stated_verdict_is_that_of_the_output(target: str, experts: str, made: Made, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
-    plan = conversion(run, made(layers=1), out, target, "--experts", experts)
+    plan = conversion(run, made(layers=1), out, target, "--experts", experts, "--allow-unfused")
     answer = inspected(run, out, target)
     assert {v["name"]: v["server"] for v in plan["layers"]} == by_layer(answer)
     assert {v["verdict"] for v in plan["layers"]} == {"fused"}
@@ -78,10 +78,20 @@ def test_the_headline_keeps_contract_and_server_apart(
     target: str, sentence: str, made: Made, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    code, text, err = run(made(layers=1), tmp_path / "out", "--target", target, "--dry-run")
+    code, text, err = run(made(layers=1), tmp_path / "out", "--target", target, "--dry-run", "--allow-unfused")
     assert code == 0
     assert sentence in text
     assert ("note[server-refuses]" in err) == (target == "vllm-0.29")
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"], ["--part", "1/2"]], ids=["convert", "dry run", "part"])
+@pytest.mark.parametrize("target", ["vllm-0.29", "vllm==0.29.1", "sglang-0.5.20"])
+def test_a_named_server_that_refuses_is_a_refusal(target: str, more: list[str], made: Made, tmp_path: Path, run: Run) -> None:
+    code, _, err = run(made(layers=1), tmp_path / "out", "--target", target, *more)
+    assert code == 1
+    assert "error[server-refuses]" in err
+    assert "--allow-unfused" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_padding_the_sidecar_alone_fuses_on_no_server_by_itself(made: Made, tmp_path: Path, run: Run) -> None:

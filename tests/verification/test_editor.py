@@ -213,7 +213,6 @@ def test_the_sidecar_is_as_a_conversion_writes_it(change: Callable[[Path], None]
     [
         "__pycache__/modeling.cpython-312.pyc",
         "inference/__pycache__/model.cpython-312.pyc",
-        ".git/config",
         "fse/.git/x",
         ".cache/evil",
         ".cache/huggingface/evil.py",
@@ -226,6 +225,14 @@ def test_hidden_files_are_told(name: str, out: Path, verify: Run, run: Run) -> N
     for code, text, _ in (verify("--level", "storage"), run("verify", out)):
         assert code == 1
         assert f"mismatch[file-unexpected]: {name}" in text
+
+
+def test_a_clone_of_the_output_has_a_git_folder(out: Path, verify: Run, run: Run) -> None:
+    (out / ".git").mkdir()
+    (out / ".git/config").write_bytes(b"x")
+    assert [verify("--level", "storage")[0], run("verify", out)[0]] == [0, 0]
+    code, text, _ = run("verify", out, "--strict")
+    assert (code, "mismatch[file-unexpected]: .git/config" in text) == (1, True)
 
 
 def test_what_the_hubs_client_leaves_is_a_note(out: Path, verify: Run, run: Run) -> None:

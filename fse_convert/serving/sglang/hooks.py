@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fse_convert.checkpoint.names import INDEX, MANIFEST, SIDECAR
-from fse_convert.servers.targets import Target, for_version
+from fse_convert.servers.naming import for_version
+from fse_convert.servers.targets import TARGETS, Target
 from fse_convert.serving.sglang import guards, modes, modules
 from fse_convert.serving.sidecar import UNPROVED, KernelShared, Sidecar, open_sidecar, refuse
 
@@ -186,7 +187,7 @@ def server_target() -> Target:
     """Find the row of the targets for the SGLang that runs here."""
     from importlib.metadata import version
 
-    return for_version("SGLang", version("sglang"))
+    return for_version("SGLang", version("sglang"), TARGETS)
 
 
 def after_load(_result: Any, model: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fse_convert.layout.sizes import round_up
-from fse_convert.servers.targets import for_version
+from fse_convert.servers.naming import for_version
+from fse_convert.servers.targets import TARGETS
 from fse_convert.serving.sidecar import RECONVERT, Sidecar, refuse
 from fse_convert.sidecar.tensors import KernelTensorName
 
@@ -72,7 +73,7 @@ class Takeover:
 
     def __init__(self, sidecar: Sidecar, model: nn.Module, version: str) -> None:
         self.sidecar = sidecar
-        self.target = for_version("vLLM", version)
+        self.target = for_version("vLLM", version, TARGETS)
         self.blocks = find_blocks(model)
         self.taken: dict[str, str] = {}
         self.nbytes = 0

@@ -1,0 +1,102 @@
+"""Shards that the index does not list: what they are follows from their headers, never from their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from fse_convert.checkpoint.header import Header, TensorInfo
+from fse_convert.checkpoint.kinds import Kind
+from fse_convert.checkpoint.names import INDEX
+from fse_convert.errors import Problem, some
+
+LEFTOVER = Kind("shards that the index does not list, whose tensors all stand in listed ones too", "a leftover: it can be removed")
+VARIANT = Kind(
+    "shards that the index does not list, with other forms of tensors that stand in listed ones",
+    "servers that read the index ignore it",
+)
+FOREIGN = Kind(
+    "safetensors files that the index does not list, with no tensor of this model's names", "servers that read the index ignore it"
+)
+NUMBERED = re.compile(r"\d+")
+LAYER = re.compile(r"(?P<before>(?:.*?\.)??)\d+\.(?P<after>.+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """``left``: files that are no part of the checkpoint. ``explained``: absent shards that ``problems`` explain already."""
+
+    left: Mapping[str, Kind]
+    problems: tuple[Problem, ...]
+    explained: frozenset[str]
+
+
+def judge_unlisted(
+    unlisted: Mapping[str, Header], weight_map: Mapping[str, str], present: Mapping[str, TensorInfo], absent: Sequence[str]
+) -> Judged:
+    """Tell leftovers, shards that the index forgot, and an index of another save apart.
+
+    ``unlisted``: headers by file name. ``present``: the tensors of listed shards; ``absent``: listed shards that are not there.
+    """
+    sought = {t for t, shard in weight_map.items() if shard in absent}
+    renamed = {n: h for n, h in unlisted.items() if sought.intersection(_names(h))}
+    held = {t for h in renamed.values() for t in _names(h)}
+    if renamed and sought <= held:
+        stale = _stale(renamed, absent, exact=sought == held - present.keys(), alone=not present and len(unlisted) == 1)
+        rest = {n: h for n, h in unlisted.items() if n not in renamed}
+        judged = judge_unlisted(rest, weight_map, present, ())
+        return Judged(judged.left, (stale, *judged.problems), frozenset(absent))
+    known = {part for t in weight_map for part in _parts(t)}
+    left: dict[str, Kind] = {}
+    problems = []
+    for name, header in unlisted.items():
+        nowhere = [t.name for t in header.tensors if t.name not in present]
+        if not nowhere:
+            same = all(_form(present[t.name]) == _form(t) for t in header.tensors)
+            left[name] = LEFTOVER if same else VARIANT
+        elif name in renamed:
+            count = len(sought.intersection(nowhere))
+            message = f"the index does not list this shard, and looks for {count} of its tensors in {some(absent)}"
+            hint = "keep it: finish the download, or rewrite the index if it is of an earlier save"
+            problems.append(Problem("shard-unlisted", message, name, hint))
+        elif _is_foreign(nowhere, known):
+            left[name] = FOREIGN
+        else:
+            message = f"the index does not list this shard; {len(nowhere)} of its tensors stand nowhere else, {nowhere[0]} first"
+            hint = (
+                f"rewrite {INDEX} to list its tensors, without which servers load the model; or give another model its own folder"
+            )
+            problems.append(Problem("shard-unlisted", message, name, hint))
+    return Judged(left, tuple(problems), frozenset())
+
+
+def _stale(files: Mapping[str, Header], absent: Sequence[str], *, exact: bool, alone: bool) -> Problem:
+    """Describe an index whose absent shards' tensors stand in ``files``. ``alone``: no other shard is there."""
+    message = f"lists {some(absent)}, which the folder does not have; their tensors stand in {some(files)}, which it does not list"
+    hint = "keep the shards, and rewrite the index to list them"
+    if alone:
+        hint = f"keep {next(iter(files))}, and move the index out of the folder: one file needs none"
+    elif len(files) == len(absent) == 1 and exact:
+        hint = f"rename {next(iter(files))} to {absent[0]}"
+    return Problem("index-stale", message, INDEX, hint)
+
+
+def _names(header: Header) -> Iterable[str]:
+    return (t.name for t in header.tensors)
+
+
+def _form(t: TensorInfo) -> tuple[str, tuple[int, ...]]:
+    return t.dtype, t.shape
+
+
+def _is_foreign(names: Iterable[str], known: Set[str]) -> bool:
+    """Tell whether tensors are another model's: they have layers, whose names begin and end otherwise than all of this one's."""
+    parts = [_parts(name) for name in names]
+    return any(parts) and known.isdisjoint(part for both in parts for part in both) and not any("mtp." in both for both in parts)
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Return what stands before and after the first number in a tensor's name, other numbers as one; nothing without a number."""
+    match = LAYER.fullmatch(name)
+    return (match["before"], NUMBERED.sub("0", match["after"])) if match else ()

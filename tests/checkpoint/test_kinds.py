@@ -1,0 +1,166 @@
+"""What is left out by its name, and what may be edited in an output: one table each."""
+
+from __future__ import annotations
+
+import pytest
+
+from fse_convert.checkpoint.kinds import (
+    ADAPTERS,
+    CONSOLIDATED,
+    INDEXES,
+    ORIGINALS,
+    OTHER_FORMATS,
+    RANKS,
+    TRAINING,
+    Kind,
+    beside,
+    find_clutter,
+    is_editable,
+    notes,
+)
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("._model.safetensors", "._model.safetensors"),
+        ("inference/._config.json", "inference/._config.json"),
+        (".DS_Store", ".DS_Store"),
+        ("__MACOSX/x/y.json", "__MACOSX/"),
+        ("Thumbs.db", "Thumbs.db"),
+        ("figures/thumbs.db", "figures/thumbs.db"),
+        ("Desktop.ini", "Desktop.ini"),
+        ("config.json:Zone.Identifier", "config.json:Zone.Identifier"),
+        ("model-00001-of-00002.safetensors.incomplete", "model-00001-of-00002.safetensors.incomplete"),
+        ("model.safetensors.part", "model.safetensors.part"),
+        (".model.safetensors.a8Xk2Q", ".model.safetensors.a8Xk2Q"),
+        (".nfs000000000a3c0f5e00000001", ".nfs000000000a3c0f5e00000001"),
+        (".fuse_hidden0000000a00000001", ".fuse_hidden0000000a00000001"),
+        ("config.json~", "config.json~"),
+        (".config.json.swp", ".config.json.swp"),
+        ("#config.json#", "#config.json#"),
+        (".#config.json", ".#config.json"),
+        ("config.json.orig", "config.json.orig"),
+        ("config.json.bak", "config.json.bak"),
+        (".ipynb_checkpoints/config-checkpoint.json", ".ipynb_checkpoints/"),
+        ("inference/__pycache__/model.pyc", "inference/__pycache__/"),
+        (".git/HEAD", ".git/"),
+        (".cache/huggingface/x", ".cache/"),
+    ],
+)
+def test_clutter(path: str, part: str) -> None:
+    found = find_clutter(path)
+    assert found is not None
+    assert found[0] == part
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".gitattributes", ".gitignore", "README.md", "LICENSE", "config.json", "hf_quant_config.json", "tokenizer.json",
+        "model-00001-of-00002.safetensors", INDEX, "chat_template.jinja", "modeling_x.py", "tokenizer.model",
+        "inference/config.json", "merges.txt", "fse/manifest.json", "encoding/tests/test_input_1.json", "original.json",
+        "thumbs.json", ".eval_results/x.yaml",
+    ],
+)  # fmt: skip
+def test_a_checkpoints_own_files_are_neither_clutter_nor_beside_it(path: str) -> None:
+    assert find_clutter(path) is None
+    assert beside([*SHARDS, INDEX, path], SHARDS, whole=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("adapter_model.safetensors", ADAPTERS),
+        ("adapter_config.json", ADAPTERS),
+        ("consolidated.safetensors", CONSOLIDATED),
+        ("consolidated-00001-of-00002.safetensors", CONSOLIDATED),
+        ("consolidated.safetensors.index.json", CONSOLIDATED),
+        ("model.fp8.safetensors.index.json", INDEXES),
+        ("pytorch_model.bin", OTHER_FORMATS),
+        ("pytorch_model-00001-of-00002.bin", OTHER_FORMATS),
+        ("pytorch_model.bin.index.json", OTHER_FORMATS),
+        ("consolidated.00.pth", OTHER_FORMATS),
+        ("original/consolidated.00.pth", OTHER_FORMATS),
+        ("original/model.safetensors", ORIGINALS),
+        ("model.pt", OTHER_FORMATS),
+        ("model-Q4_K_M.gguf", OTHER_FORMATS),
+        ("tf_model.h5", OTHER_FORMATS),
+        ("flax_model.msgpack", OTHER_FORMATS),
+        ("onnx/model.onnx", OTHER_FORMATS),
+        ("checkpoint-500/config.json", TRAINING),
+        ("checkpoint-500/model.safetensors", TRAINING),
+        ("model0-mp8.safetensors", RANKS),
+        ("inference/model0-mp8.safetensors", RANKS),
+    ],
+)
+def test_weights_beside_a_whole_checkpoint(path: str, kind: Kind) -> None:
+    assert beside([*SHARDS, INDEX, path], SHARDS, whole=True) == {path: kind}
+    assert beside([*SHARDS, INDEX, path], [*SHARDS, path], whole=True) == {}, "what the index lists is a shard"
+
+
+@pytest.mark.parametrize("path", ["tokenizer.bin", "vocab.bin", "speech-lora/adapter_model.safetensors", "vae/model.safetensors"])
+def test_what_a_server_may_need_is_carried(path: str) -> None:
+    assert beside([*SHARDS, INDEX, path], SHARDS, whole=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        (["consolidated.safetensors"], []),
+        (["model.safetensors", "consolidated.safetensors"], ["consolidated.safetensors"]),
+        (["model0-mp2.safetensors", "model1-mp2.safetensors"], []),
+        (["model.safetensors", "model0-mp8.safetensors"], ["model0-mp8.safetensors"]),
+        (["adapter_model.safetensors"], ["adapter_model.safetensors"]),
+    ],
+)  # fmt: skip
+def test_without_an_index_another_cut_of_the_weights_counts_where_there_is_no_other(names: list[str], left: list[str]) -> None:
+    assert list(beside(names, None, whole=False)) == left
+
+
+def test_where_listed_shards_are_absent_headers_must_tell() -> None:
+    assert beside(["consolidated.safetensors", "pytorch_model.bin"], SHARDS, whole=False) == {"pytorch_model.bin": OTHER_FORMATS}
+
+
+def test_one_note_a_kind() -> None:
+    found = {"b.gguf": OTHER_FORMATS, "a.bin": OTHER_FORMATS, "adapter_config.json": ADAPTERS}
+    first, second = notes(found, "here")
+    assert (first.code, first.where) == ("left-out", "here")
+    assert first.message == "weights in other formats than safetensors, left out: 2 (a.bin, b.gguf)"
+    assert "keep the width of the source" in first.hint
+    assert second.message == "an adapter beside its base, left out: 1 (adapter_config.json)"
+
+
+@pytest.mark.parametrize(
+    ("name", "editable"),
+    [
+        (".gitattributes", True),
+        ("README.md", True),
+        ("README", True),
+        ("LICENSE", True),
+        ("LICENSE-CODE", True),
+        ("LICENSE.txt", True),
+        ("NOTICE", True),
+        ("docs/deploy.md", True),
+        ("figures/benchmark.png", True),
+        ("figures/loss.PDF", True),
+        ("config.json", False),
+        (INDEX, False),
+        ("model.safetensors", False),
+        ("fse/manifest.json", False),
+        ("fse/README.md", False),
+        ("tokenizer.json", False),
+        ("merges.txt", False),
+        ("chat_template.jinja", False),
+        ("generation_config.json", False),
+        ("license_head.safetensors", False),
+        ("readme.py", False),
+        ("modeling_x.py", False),
+        ("notes.txt", False),
+    ],
+)
+def test_what_may_be_edited_once_an_output_is_published(name: str, editable: bool) -> None:
+    assert is_editable(name) is editable

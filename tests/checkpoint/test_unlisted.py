@@ -1,0 +1,165 @@
+"""Shards that the index does not list: what is said follows from their headers, and what the hint says, done, mends it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.checkpoint.names import INDEX
+from fse_convert.checkpoint.reader import PartialCheckpoint, read_checkpoint
+from fse_convert.testing.patch import ShardPatch, Stored, edit_index, read_header, write_shard
+
+Make = Callable[..., Path]
+LEFT = "left out: 1 (extra.safetensors)"
+
+
+def read(root: Path) -> PartialCheckpoint:
+    return read_checkpoint(LocalFolder(root))
+
+
+def shards(root: Path) -> list[Path]:
+    return sorted(root.glob("*.safetensors"))
+
+
+def save(path: Path, **tensors: Stored) -> None:
+    write_shard(path, {}, b"")
+    with ShardPatch(path) as shard:
+        shard.tensors = dict(tensors)
+
+
+def unlist(root: Path, shard: Path) -> None:
+    edit_index(root, lambda i: i.update(weight_map={t: n for t, n in i["weight_map"].items() if n != shard.name}))
+
+
+def rewrite_index(root: Path) -> None:
+    """Do what the hint says: list every tensor in the shard that has it."""
+    found = {name: p.name for p in shards(root) for name in read_header(p)[0] if name != "__metadata__"}
+    edit_index(root, lambda i: i.update(weight_map=found))
+
+
+def test_a_copy_of_a_listed_shard_is_a_leftover(source: Make) -> None:
+    root = source()
+    (root / "extra.safetensors").write_bytes(shards(root)[1].read_bytes())
+    found = read(root)
+    assert found.problems == ()
+    (note,) = found.checkpoint.notes
+    assert note.code == "left-out"
+    assert note.message.endswith(LEFT)
+    assert note.hint == "a leftover: it can be removed"
+    assert "extra.safetensors" not in found.checkpoint.others
+
+
+def test_another_form_of_the_same_tensors_is_not_said_to_be_removable(source: Make) -> None:
+    root = source()
+    with ShardPatch(shards(root)[0]) as shard:
+        name, stored = next((n, t) for n, t in shard.tensors.items() if t.dtype == "BF16")
+    save(root / "extra.safetensors", **{name: Stored("F16", stored.shape, stored.data)})
+    (note,) = read(root).checkpoint.notes
+    assert LEFT in note.message
+    assert "remove" not in note.message + note.hint
+
+
+@pytest.mark.parametrize(
+    ("names", "foreign"),
+    [
+        (["base_model.model.layers.0.q_proj.lora_A.weight"], True),
+        (["transformer.h.0.attn.c_attn.weight", "output.weight"], True),
+        (["lm_head.weight"], False),
+        (["layers.1.eh_proj.weight"], False),
+        (["model.layers.1.ffn.gate.weight"], False),
+        (["mtp.1.hnorm.weight"], False),
+        (["x.0.y", "layers.7.ffn.gate.weight"], False),
+    ],
+)
+def test_only_what_cannot_be_this_models_is_left_out(names: list[str], foreign: bool, source: Make) -> None:
+    root = source()
+    save(root / "extra.safetensors", **dict.fromkeys(names, Stored("BF16", [4], bytes(8))))
+    found = read(root)
+    assert [p.code for p in found.problems] == ([] if foreign else ["shard-unlisted"])
+    assert [n.code for n in found.checkpoint.notes] == (["left-out"] if foreign else [])
+
+
+def test_a_shard_that_the_index_forgot_is_never_to_be_removed(source: Make) -> None:
+    root = source()
+    forgotten = next(p for p in shards(root) if any(n.startswith("mtp.") for n in read_header(p)[0]))
+    unlist(root, forgotten)
+    (problem,) = read(root).problems
+    assert (problem.code, problem.where) == ("shard-unlisted", forgotten.name)
+    assert "stand nowhere else" in problem.message
+    assert "remove" not in problem.message + problem.hint
+    assert problem.hint.startswith(f"rewrite {INDEX} to list")
+    rewrite_index(root)
+    assert read(root).problems == ()
+
+
+def test_an_index_of_an_earlier_sharded_save_beside_one_whole_file(made: Make, source: Make) -> None:
+    root, index = source(single_file=True), made() / INDEX
+    (root / INDEX).write_bytes(index.read_bytes())
+    (problem,) = read(root).problems
+    assert (problem.code, problem.where) == ("index-stale", INDEX)
+    assert problem.hint == "keep model.safetensors, and move the index out of the folder: one file needs none"
+    (root / INDEX).unlink()
+    assert read(root).problems == ()
+
+
+def test_a_renamed_shard(source: Make) -> None:
+    root = source()
+    first = shards(root)[0]
+    first.rename(root / "renamed.safetensors")
+    (problem,) = read(root).problems
+    assert problem.code == "index-stale"
+    assert problem.hint == f"rename renamed.safetensors to {first.name}"
+    (root / "renamed.safetensors").rename(first)
+    assert read(root).problems == ()
+
+
+def test_all_shards_renamed(source: Make) -> None:
+    root = source()
+    for i, path in enumerate(shards(root)):
+        path.rename(root / f"other-{i}.safetensors")
+    (problem,) = read(root).problems
+    assert problem.code == "index-stale"
+    assert "rewrite the index" in problem.hint
+    rewrite_index(root)
+    assert read(root).problems == ()
+
+
+def test_a_part_of_what_is_absent_is_kept(source: Make) -> None:
+    root = source()
+    first, second, *_ = shards(root)
+    second.unlink()
+    first.rename(root / "renamed.safetensors")
+    problems = {p.code: p for p in read(root).problems if p.where != first.name}
+    assert set(problems) == {"shard-unlisted", "shard-missing"}
+    assert problems["shard-unlisted"].hint.startswith("keep it")
+    assert problems["shard-missing"].where == second.name
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\0", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"])
+def test_an_unlisted_shard_that_cannot_be_read_is_one_problem(content: bytes, source: Make) -> None:
+    root = source()
+    (root / "extra.safetensors").write_bytes(content)
+    (problem,) = read(root).problems
+    assert (problem.code, problem.where) == ("shard-unlisted", "extra.safetensors")
+    assert "cannot be read" in problem.message
+
+
+def test_a_tensor_that_the_index_looks_for_in_another_shard(source: Make) -> None:
+    root = source()
+    first, second, *_ = (p.name for p in shards(root))
+    moved = json.loads((root / INDEX).read_text())["weight_map"]
+
+    def change(index: dict[str, Any]) -> None:
+        index["weight_map"] |= {next(t for t, n in moved.items() if n == first): second}
+
+    edit_index(root, change)
+    (problem,) = read(root).problems
+    assert (problem.code, problem.where) == ("tensor-missing", second)
+    assert problem.hint == f"rewrite the index: {first} has them"
+    rewrite_index(root)
+    assert read(root).problems == ()

@@ -1,0 +1,266 @@
+"""Which keys of config.json change with the width: every one from which transformers, vLLM or SGLang builds experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from fse_convert.errors import FseConvertError, NotConvertible, Problem
+from fse_convert.plan.edits import config_notes
+from fse_convert.plan.plan import Options, Plan
+from fse_convert.plan.planner import make_plan
+from fse_convert.plan.source import describe_source
+from fse_convert.servers.targets import find_target
+from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, expert
+from fse_convert.verification.expected import config_edits as derived_edits
+
+HIDDEN, WIDTH, WIDER = 512, 384, 512
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model type: its names, the keys that size its experts, and the values of those keys at an expert's width."""
+
+    model_type: str
+    keys: dict[str, int]  # key: how many experts wide it is
+    config: Config = field(default_factory=dict)
+    block: str = "model.layers.{}.mlp"
+    routed: tuple[str, str, str] = PROJ
+    shared: str = "shared_experts"
+    shared_names: tuple[str, str, str] = PROJ
+    n_shared: int = 1
+
+    def stated(self, width: int) -> Config:
+        """The keys as they are at a width."""
+        return {key: times * width for key, times in self.keys.items()}
+
+    def tensors(self) -> Tensors:
+        """Two layers of two experts, in formats that can be padded."""
+        found: Tensors = {}
+        for i in range(2):
+            for e in range(2):
+                found |= expert(f"{self.block.format(i)}.experts.{e}", "bf16", WIDTH, HIDDEN, self.routed)
+            found |= expert(f"{self.block.format(i)}.{self.shared}", "bf16", self.n_shared * WIDTH, HIDDEN, self.shared_names)
+            found[f"{self.block.format(i)}.{self.shared}_gate.weight"] = ("BF16", (1, HIDDEN))
+        if self.shared != "shared_expert":
+            found = {name: info for name, info in found.items() if "_gate.weight" not in name}
+        return found
+
+
+MOE = {"moe_intermediate_size": 1}
+COUNTS = {"n_routed_experts": 2, "n_shared_experts": 1}
+NUMBERED = {"num_experts": 2, "num_shared_experts": 1}
+OWN = {"moe_intermediate_size": 1, "shared_expert_intermediate_size": 1}
+SPARSE = "model.layers.{}.block_sparse_moe"
+# Per row of the research: transformers 5.24, vLLM 0.33 and SGLang 0.5.23, all keys that any of them reads.
+MODELS = (
+    Model("deepseek_v4", {**MOE, "intermediate_size": 1}, COUNTS, "layers.{}.ffn", W, shared_names=W),
+    Model("deepseek_v41", MOE, COUNTS, "layers.{}.ffn", W, shared_names=W),
+    *(
+        Model(name, MOE, COUNTS | {"intermediate_size": 18432, "first_k_dense_replace": 0})
+        for name in (
+            "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe", "glm4_moe_lite", "glm4v_moe",
+            "glm_moe_dsa", "glm5_next", "axk1", "axk2", "dots1", "hy_v4",
+        )
+    ),
+    Model("deepseek_v2", MOE, COUNTS | {"n_shared_experts": 2}, n_shared=2),
+    Model("dots3_note", {**MOE, "shared_experts_intermediate_size": 1, "moe_shared_expert_intermediate_size": 1}, COUNTS),
+    Model(
+        "dots3_note", {**MOE, "shared_experts_intermediate_size": 1, "moe_shared_expert_intermediate_size": 1},
+        COUNTS | {"n_shared_experts": 2}, n_shared=2,
+    ),
+    Model(
+        "minimax_m3", {"intermediate_size": 1, "shared_intermediate_size": 2},
+        {"num_local_experts": 2, "n_shared_experts": 2, "dense_intermediate_size": 2048}, SPARSE, W, n_shared=2,
+    ),
+    Model("kimi_linear", MOE, NUMBERED, SPARSE, W),
+    Model("kimi_linear", MOE, {"num_experts": 2, "n_shared_experts": 2}, SPARSE, W, n_shared=2),
+    Model("kimi_k3", MOE, NUMBERED, SPARSE, W),
+    *(
+        Model(name, OWN, {"num_experts": 2}, shared="shared_expert")
+        for name in ("qwen3_next", "qwen3_5_moe", "qwen4_exp", "alice_ai")
+    ),
+    Model("ernie4_5_moe", MOE, {"moe_num_experts": 2, "moe_num_shared_experts": 2}, n_shared=2),
+    Model(
+        "hunyuan_v1_moe", {"intermediate_size": 1, "moe_intermediate_size": 1},
+        {"num_experts": 2, "num_shared_expert": 1}, shared="shared_mlp",
+    ),
+    Model("hy_v3", {**MOE, "expert_hidden_dim": 1}, NUMBERED | {"intermediate_size": 13312}, shared="shared_mlp"),
+    Model(
+        "step3p7", {**MOE, "share_expert_dim": 1, "share_expert_dims": 1}, {"moe_num_experts": 2}, "model.layers.{}.moe",
+        shared="share_expert",
+    ),
+)  # fmt: skip
+NAMES = [f"{m.model_type} {m.n_shared} shared" for m in MODELS]
+NESTED = ("flat", "nested", "both")
+
+
+def placed(model: Model, inner: Config, where: str) -> Config:
+    """The keys at the top level, in ``text_config``, or in both."""
+    inner = {"hidden_size": HIDDEN, "num_hidden_layers": 2, **inner}
+    text = {"text_config": {"model_type": model.model_type, **inner}}
+    vision = {"vision_config": {"hidden_size": 8, **model.stated(WIDTH)}}
+    return {"model_type": model.model_type, **(inner if where != "nested" else {}), **(text if where != "flat" else {}), **vision}
+
+
+def plan(config: Config, tensors: Tensors) -> Plan:
+    target = find_target("megamoe-512")
+    assert target is not None
+    return make_plan(describe_source(checkpoint(config, tensors)), Options(target, allow_unfused=True))
+
+
+def refused(config: Config, tensors: Tensors) -> tuple[Problem, ...]:
+    with pytest.raises(FseConvertError) as e:
+        plan(config, tensors)
+    return e.value.problems
+
+
+def edited(config: Config, made: Plan) -> Config:
+    """The config with the plan's edits done."""
+    found = {**config, **({"text_config": {**config["text_config"]}} if "text_config" in config else {})}
+    for e in made.decision.config_edits:
+        place = found[e.section] if e.section else found
+        assert place[e.key] == e.old
+        place[e.key] = e.new
+    return found
+
+
+@pytest.mark.parametrize("where", NESTED)
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
+def test_every_key_that_a_loader_reads_says_the_new_width_and_no_other_key_changes(model: Model, where: str) -> None:
+    config = placed(model, {**model.config, **model.stated(WIDTH)}, where)
+    made = plan(config, model.tensors())
+    expected = placed(model, {**model.config, **model.stated(WIDER)}, where)
+    assert edited(config, made) == {**expected, "vision_config": config["vision_config"]}
+    decision = made.decision
+    again = derived_edits(made.source, decision.n_shared, decision.source_width, decision.main_width)
+    assert again == list(decision.config_edits), "the proof expects the same"
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if len(m.keys) > 1], ids=lambda m: f"{m.model_type} {m.n_shared}")
+def test_a_name_of_the_width_that_says_another_one_is_refused_whichever_it_is(model: Model) -> None:
+    for key, times in model.keys.items():
+        for where in NESTED:
+            config = placed(model, {**model.config, **model.stated(WIDTH), key: times * 256}, where)
+            problems = refused(config, model.tensors())
+            assert "config-width" in {p.code for p in problems}
+            said = [p.message for p in problems if key in p.message]
+            assert any(f"{n * 256}" in text and f"{n * WIDTH}" in text for n in (times, model.n_shared) for text in said)
+
+
+@pytest.mark.parametrize("where", ["", "text_config"])
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
+def test_a_copy_that_says_another_width_is_refused_in_either_section(model: Model, where: str) -> None:
+    key = next(iter(model.keys))
+    config = placed(model, {**model.config, **model.stated(WIDTH)}, "both")
+    (config[where] if where else config)[key] = 2 * WIDTH
+    assert "config-width" in {p.code for p in refused(config, model.tensors())}
+
+
+def test_the_order_of_keys_changes_nothing() -> None:
+    model = next(m for m in MODELS if m.model_type == "dots3_note")
+    found = set()
+    for keys in permutations(model.keys):
+        config = placed(model, {**dict.fromkeys(keys, WIDTH), **model.config}, "both")
+        found.add(plan(config, model.tensors()).decision.config_edits)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("where", NESTED)
+def test_a_list_of_one_width_per_layer_stays_a_list(where: str) -> None:
+    model = next(m for m in MODELS if m.model_type == "hunyuan_v1_moe")
+    lists = {"intermediate_size": WIDTH, "moe_intermediate_size": [WIDTH] * 2, "num_shared_expert": [1, 1], "num_experts": 2}
+    config = placed(model, lists, where)
+    expected = placed(model, {**lists, "intermediate_size": WIDER, "moe_intermediate_size": [WIDER] * 2}, where)
+    made = plan(config, model.tensors())
+    assert edited(config, made) == {**expected, "vision_config": config["vision_config"]}
+    again = derived_edits(made.source, 1, WIDTH, WIDER)
+    assert again == list(made.decision.config_edits)
+
+
+def test_a_list_per_modality_is_named_in_full_and_not_edited() -> None:
+    model = next(m for m in MODELS if m.model_type == "ernie4_5_moe")
+    problems = refused(placed(model, {**model.config, "moe_intermediate_size": [WIDTH, 128]}, "flat"), model.tensors())
+    assert [p.code for p in problems] == ["config-key"]
+    assert "moe_intermediate_size is [384, 128]" in problems[0].message
+    assert problems[0].hint == "", "to write one number there would change what loaders build"
+
+
+@pytest.mark.parametrize("value", ["384", 384.0, True, [], {}])
+def test_a_width_that_is_no_integer_is_not_edited(value: object) -> None:
+    problems = refused({"model_type": "deepseek_v3", **COUNTS, "moe_intermediate_size": value}, MODELS[2].tensors())
+    assert [p.code for p in problems] == ["config-key"]
+    assert f"moe_intermediate_size is {value}" in problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [
+        ("deepseek_v3", "moe_intermediate_size"),
+        ("qwen3_next", "shared_expert_intermediate_size"),
+        ("step3p7", "share_expert_dim"),
+        ("hunyuan_v1_moe", "intermediate_size"),
+        ("minimax_m3", "intermediate_size"),
+    ],
+)
+@pytest.mark.parametrize("where", ["flat", "nested"])
+def test_a_missing_key_is_refused_and_adding_it_as_the_hint_says_helps(model_type: str, key: str, where: str) -> None:
+    model = next(m for m in MODELS if m.model_type == model_type)
+    stated = {k: v for k, v in model.stated(WIDTH).items() if k != key}
+    (problem,) = refused(placed(model, {**model.config, **stated}, where), model.tensors())
+    assert problem.code == "config-key"
+    section = "text_config" if where == "nested" and stated else "the top level"
+    assert problem.hint == f'add "{key}": {WIDTH} to {section}, as the tensors have it'
+    assert plan(placed(model, {**model.config, **stated, key: WIDTH}, where), model.tensors()).padded
+
+
+def test_a_missing_key_is_no_obstacle_where_nothing_is_padded() -> None:
+    target = find_target("megamoe-128")
+    assert target is not None
+    model = next(m for m in MODELS if m.model_type == "hunyuan_v1_moe")
+    made = checkpoint({"model_type": "hunyuan_v1_moe", **model.config}, model.tensors())
+    assert not make_plan(describe_source(made), Options(target, allow_unfused=True)).padded
+
+
+def test_hunyuans_dense_layers_are_built_from_the_same_key() -> None:
+    model = next(m for m in MODELS if m.model_type == "hunyuan_v1_moe")
+    tensors = model.tensors() | expert("model.layers.2.mlp", "bf16", WIDTH, HIDDEN, PROJ)
+    config = placed(model, {**model.config, **model.stated(WIDTH), "num_hidden_layers": 3}, "flat")
+    with pytest.raises(NotConvertible) as e:
+        plan(config, tensors)
+    assert "intermediate_size is the width of dense layers too" in e.value.problems[0].message
+    assert "model.layers.2.mlp" in e.value.problems[0].message
+
+
+def test_minimax_m3_is_built_by_two_rules_that_must_agree() -> None:
+    model = next(m for m in MODELS if m.model_type == "minimax_m3")
+    for change in ({"shared_intermediate_size": WIDTH}, {"n_shared_experts": 1}):
+        problems = refused(placed(model, {**model.config, **model.stated(WIDTH), **change}, "flat"), model.tensors())
+        assert {p.code for p in problems} == {"config-width"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left_out"),
+    [
+        ("minimax_m3", ("shared_intermediate_size",)),
+        ("dots3_note", ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
+    ],
+)
+def test_a_default_of_some_loaders_is_noted(model_type: str, left_out: tuple[str, ...]) -> None:
+    model = next(m for m in MODELS if m.model_type == model_type)
+    stated = {k: v for k, v in model.stated(WIDTH).items() if k not in left_out}
+    (note,) = config_notes(plan(placed(model, {**model.config, **stated}, "flat"), model.tensors()))
+    assert (note.code, left_out[0] in note.message) == ("config-default", True)
+    full = plan(placed(model, {**model.config, **model.stated(WIDTH)}, "flat"), model.tensors())
+    assert list(config_notes(full)) == []
+
+
+def test_a_key_that_keeps_the_old_width_is_noted() -> None:
+    model = next(m for m in MODELS if m.model_type == "deepseek_v3")
+    config = placed(model, {**model.config, **model.stated(WIDTH), "intermediate_size": WIDTH}, "flat")
+    (note,) = config_notes(plan(config, model.tensors()))
+    assert (note.code, "intermediate_size stays 384" in note.message) == ("config-width-kept", True)
