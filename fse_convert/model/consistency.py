@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 from fse_convert.errors import Problem, some
@@ -49,21 +50,25 @@ def _number_conflicts(
     # Where only some layers have another number of experts, that is a gap.
     count = _common(len(d.layer.routed) for d in decoder if d.layer.routed)
     hidden = _common(d.shared.hidden for d in layers if d.shared)
+    each = [w.key for w in family.widths if w.share is Share.ONE_SHARED]
+    whole = [w for w in family.widths if w.key not in each]
     shown: list[tuple[str, tuple[str | None, ...], int | None, str]] = [
         ("config-conflict", (family.mtp_key,), len(layers) - len(decoder) or None, "MTP layers"),
         ("config-experts", family.n_routed_keys, count, "routed experts per decoder layer"),
         ("config-hidden", ("hidden_size",), hidden, "as the input of the shared experts"),
-        *(("config-width", (w.key,), w.of(routed, shared, n_shared), f"as the width of {w.share.value}") for w in family.widths),
+        *(("config-width", (w.key,), w.of(routed, shared, 1), f"as the width of {w.share.value}") for w in whole),
     ]
     for code, keys, actual, what in shown:
         for s in family.stated(config, *keys):
             if s.number is not None and actual is not None and s.number != actual:
                 yield Problem(code, f"{s.path} is {s.value}, the tensors show {actual} {what}", "config.json")
-    if routed is None or shared is None or not family.n_shared_keys or any(w.share is Share.ONE_SHARED for w in family.widths):
+    if shared is None or not family.n_shared_keys:
         return
-    for n in sorted({n_shared, *(s.number for s in family.stated(config, *family.n_shared_keys) if s.number is not None)}):
-        if shared != routed * n:
-            message = f"{family.widths[0].key} x {n} shared is {routed * n}, the shared experts are {shared} wide"
+    parts = [(s.path, s.number) for s in family.stated(config, *each)] if each else [(family.widths[0].key, routed)]
+    counts = {n_shared, *(s.number for s in family.stated(config, *family.n_shared_keys) if s.number is not None)}
+    for (key, width), n in product(parts, sorted(counts)):
+        if width is not None and shared != width * n:
+            message = f"{key} x {n} shared is {width * n}, the shared experts are {shared} wide"
             yield Problem("config-width", message, "config.json")
 
 

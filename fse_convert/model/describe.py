@@ -24,6 +24,7 @@ from fse_convert.model.quantization import Quantization
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
+CONVERT_ORIGINAL = "convert the original checkpoint"
 INCOMPLETE = "is the checkpoint complete?"
 NO_MATRIX = "adapters, biases, and projections fused into one matrix are not supported"
 ODD = "the other experts are understood, so this tensor is likely damaged: download or export its shard again"
@@ -43,14 +44,15 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description
     config = checkpoint.config
     family = find_family(config)
     model_type = str(config.get("model_type", ""))
-    converted = tuple(_converted(checkpoint.tensors))
+    kernel = [n for n in checkpoint.tensors if ".shared_l" in n and KERNEL_TENSOR.search(n)]
+    tensors = {n: info for n, info in checkpoint.tensors.items() if n not in kernel} if kernel else checkpoint.tensors
+    converted = [Problem("already-converted", "tensors in the kernel layout", kernel[0], CONVERT_ORIGINAL)] if kernel else []
     if family is None:
-        seen = seen_experts(checkpoint.tensors.values())
-        return Description(None, model_type, conflicts=quantization.conflicts, seen=seen, outside=converted)
-    depth = family.number(config, "num_hidden_layers")
-    grouping = group_layers(family, checkpoint.tensors, depth)
+        names = seen_experts(tensors.values())
+        return Description(None, model_type, conflicts=quantization.conflicts, seen=names, outside=tuple(converted))
+    grouping = group_layers(family, tensors, family.number(config, "num_hidden_layers"))
     layers = _Reader(quantization.block_hint, gated=family.gated).describe(grouping.layers)
-    n_shared = (family.shared_count(config) or 1) if any(m.shared for m in grouping.layers) else 0
+    n_shared = family.shared_count(config) if any(m.shared for m in grouping.layers) else 0
     found = (
         *conflicts(family, config, quantization, layers, n_shared),
         *_depth_conflicts(family, config, grouping),
@@ -66,13 +68,6 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description
         gaps=tuple(gaps(family, config, grouping.layers)),
         outside=(*converted, *_strays(family, grouping)),
     )
-
-
-def _converted(names: Iterable[str]) -> Iterator[Problem]:
-    kernel = [n for n in names if ".shared_l" in n and KERNEL_TENSOR.search(n)]
-    if kernel:
-        message = "tensors in the kernel layout among the shards"
-        yield Problem("already-converted", message, kernel[0], "convert the original checkpoint")
 
 
 def _strays(family: Family, grouping: Grouping) -> Iterator[Problem]:

@@ -43,6 +43,10 @@ SAME = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"} | 
 BLOCK, SCHEME_BLOCKS = "weight_block_size", ("block_structure", "block_size")
 """Keys of an FP8 block: DeepSeek's, and in a scheme compressed-tensors' and Quark's."""
 
+INNER = {"config.json": "quantization_config", "config.json:text_config": "text_config.quantization_config"}
+"""Names of quantisations whose keys may also stand beside them."""
+_Place = tuple[str, Mapping[str, Any]]
+
 NOT_AN_OBJECT = "quantization-not-an-object"
 FP8_METHODS = ("fp8", "deepseek_v4_fp8")
 """Methods whose ``weight_block_size`` servers read (vLLM 0.33 fp8.py, models/deepseek_v4/quant_config.py)."""
@@ -91,8 +95,8 @@ def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any]
     """
     candidates = _candidates(config, quant_config)
     sections = [_Section(source, value) for source, value in candidates.items() if isinstance(value, Mapping)]
-    places = {s.source: s.flat for s in sections}
-    dtypes, blocks = list(_expert_dtypes(config, places)), list(_blocks(config, places))
+    top, inner = list(_top(config)), [(INNER.get(s.source, s.source), s.flat) for s in sections]
+    dtypes, blocks = list(_expert_dtypes([*top, *inner])), list(_blocks([*inner, *top]))
     conflicts = [*_not_objects(candidates), *_contradicting(sections), *_dtype_conflicts(dtypes), *_block_conflicts(blocks)]
     block = next((b for b in blocks if b.sides), NO_BLOCK)
     dtype = dtypes[0][1] if dtypes else None
@@ -179,10 +183,9 @@ def _weights(scheme: Mapping[str, Any]) -> str:
     return f"INT{element[2]}" if element[1] == "int" else f"{scaled}FP{element[2]}"
 
 
-def _expert_dtypes(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _expert_dtypes(places: list[_Place]) -> Iterator[tuple[str, str]]:
     """Yield every ``expert_dtype`` with its place: DeepSeek-V4 writes it at the top level, V4.1 inside ``quantization_config``."""
-    inner = [("quantization_config" if source == "config.json" else source, section) for source, section in sections.items()]
-    for source, place in (*_top(config), *inner):
+    for source, place in places:
         if isinstance(value := place.get("expert_dtype"), str):
             yield source, value
 
@@ -205,13 +208,13 @@ class _Block(NamedTuple):
 NO_BLOCK = _Block("", "", None, None)
 
 
-def _blocks(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> Iterator[_Block]:
-    """Yield every block that is stated, those of quantisations first."""
-    for source, place in (*sections.items(), *_top(config)):
-        for scheme, keys in ((place, (BLOCK,)), *((s, SCHEME_BLOCKS) for s in _schemes(place))):
-            for key in keys:
-                if (value := scheme.get(key)) is not None:
-                    yield _Block(source, key, value, _sides(value, words=key != BLOCK))
+def _blocks(places: list[_Place]) -> Iterator[_Block]:
+    """Yield every block that is stated, those of one place in an order that does not depend on its keys'."""
+    for source, place in places:
+        scopes = [(place, (BLOCK,)), *((scheme, SCHEME_BLOCKS) for scheme in _schemes(place))]
+        written = [(key, scope[key]) for scope, keys in scopes for key in keys if scope.get(key) is not None]
+        blocks = (_Block(source, key, value, _sides(value, words=key != BLOCK)) for key, value in written)
+        yield from sorted(blocks, key=lambda b: (b.sides or (0, 0), repr(b.value)))
 
 
 def _sides(value: object, *, words: bool) -> tuple[int, int] | None:
@@ -235,7 +238,7 @@ def _block_conflicts(blocks: list[_Block]) -> Iterator[Problem]:
             yield Problem("quantization-conflict", message, where=b.source)
 
 
-def _top(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _top(config: Mapping[str, Any]) -> Iterator[_Place]:
     yield "config.json", config
     if isinstance(text := config.get("text_config"), Mapping):
         yield "config.json:text_config", text

@@ -76,14 +76,14 @@ CASES = [
     ),
     case("transposed routed scale", "scale-geometry", f"{ROUTED}.1.w2.scale", lambda r: transpose(r, f"{ROUTED}.1.w2.scale")),
     case("transposed down projection", "expert-shape", SHARED, lambda r: transpose(r, *parts(SHARED, "w2"))),
-    case("E5M2 weight", "dtype-unsupported", f"{SHARED}.w2.weight", lambda r: retype(r, f"{SHARED}.w2.weight", dtype="F8_E5M2")),
+    case("E5M2 weight", "matrix-odd", f"{SHARED}.w2.weight", lambda r: retype(r, f"{SHARED}.w2.weight", dtype="F8_E5M2")),
     case(
         "two scales",
-        "part-ambiguous",
+        "matrix-odd",
         f"{SHARED}.w1",
         lambda r: rename(r, f"{SHARED}.w1.scale", f"{SHARED}.w1.weight_scale", keep=True),
     ),
-    case("zero points", "part-unknown", "qzeros", lambda r: rename(r, f"{ROUTED}.0.w1.scale", f"{ROUTED}.0.w1.qzeros", keep=True)),
+    case("zero points", "matrix-odd", "qzeros", lambda r: rename(r, f"{ROUTED}.0.w1.scale", f"{ROUTED}.0.w1.qzeros", keep=True)),
     case(
         "fourth projection",
         "expert-unknown",

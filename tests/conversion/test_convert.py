@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
+from fse_convert.testing.patch import read_header, retype
 from tests.conversion.expected import check_kernel, check_standard, load
 
 Make = Callable[..., Path]
@@ -60,6 +62,30 @@ def test_a_width_with_a_partial_last_block(kind: str, width: int, made: Make, tm
     assert run(root, out)[0] == 0
     check_standard(root, out, width, 512)
     check_kernel(root, out, 512)
+
+
+def test_scales_of_four_dimensions_are_padded_as_those_of_two(source: Make, made: Make, tmp_path: Path, run: Run) -> None:
+    """ModelOpt's FP8_PB_WO writes [rows, 1, columns, 1]; all else is as it was, down to the kernel layout and the way back."""
+    flat, root = made("v4-flash-base"), source("v4-flash-base")
+    shapes = {name: (rows, 1, columns, 1) for name, (rows, columns) in scale_shapes(flat).items()}
+    for name, shape in shapes.items():
+        retype(root, name, shape=shape)
+    out, plain, back = tmp_path / "out", tmp_path / "plain", tmp_path / "back"
+    assert run(root, out)[0] == run(flat, plain)[0] == 0
+    assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(load(out).values(), load(plain).values(), strict=True))
+    assert {n: (r, 1, c, 1) for n, (r, c) in scale_shapes(plain).items()} == scale_shapes(out)
+    assert {n: t.shape for n, t in load(out / "fse").items()} == {n: t.shape for n, t in load(plain / "fse").items()}
+    assert all(torch.equal(t, load(plain / "fse")[n]) for n, t in load(out / "fse").items())
+    assert run("verify", out, "--source", root)[0] == 0
+    assert run("restore", out, back)[0] == 0
+    assert scale_shapes(back) == shapes
+    assert all(torch.equal(t, load(root)[n]) for n, t in load(back).items())
+
+
+def scale_shapes(root: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of experts' scales by name."""
+    headers = [read_header(path)[0] for path in root.glob("*.safetensors")]
+    return {n: tuple(h[n]["shape"]) for h in headers for n in h if "experts" in n and n.endswith(".scale")}
 
 
 def test_megamoe_128_pads_nothing_and_carries_shards_over(

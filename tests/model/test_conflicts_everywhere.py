@@ -33,9 +33,8 @@ def cases() -> Iterator[Any]:
     for what, (key, right, wrong, code) in NUMBERS.items():
         yield from (case(what, where, key, right, wrong, code) for where in SECTIONS)
     for method in ("fp8", "FP8", "deepseek_v4_fp8"):
-        for where in QUANTISATIONS:
-            yield case("block", where, "weight_block_size", [32, 32], [128, 128], "config-block", method=method)
         for where in (*SECTIONS, *QUANTISATIONS):
+            yield case("block", where, "weight_block_size", [32, 32], [128, 128], "config-block", method=method)
             yield case("expert dtype", where, "expert_dtype", "fp4", "fp8", "config-expert-dtype", method=method)
     for wrong in ("gptq", "AWQ"):
         for where in QUANTISATIONS:

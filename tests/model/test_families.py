@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pytest
 
+from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.families import FAMILIES, find_family
 from fse_convert.model.moe import LayerKind, Role
-from fse_convert.testing.memory import PROJ, Tensors, W, description_of, expert
+from fse_convert.servers.judge import judge
+from fse_convert.testing.memory import PROJ, Tensors, W, description_of, expert, subject_of
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
 
@@ -136,6 +139,95 @@ def test_a_releases_names_are_understood_to_the_last_tensor(release: Release) ->
         assert bool(d.layer.gate_tensor) is release.gate is found.family.gated
     assert found.n_shared == release.n_shared
     assert found.section == ("text_config" if release.nested else "")
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+CHANGES: dict[str, dict[str, Any]] = {
+    "as released": {},
+    "quantisation at the top": {"quantization_config": FP8},
+    "wrong hidden size": {"hidden_size": 2 * HIDDEN},
+    "wrong depth": {"num_hidden_layers": LAYERS + 1},
+    "wrong number of experts": dict.fromkeys(
+        ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), EXPERTS + 1
+    ),
+    "wrong width": dict.fromkeys(("moe_intermediate_size", "intermediate_size"), 2 * WIDTH),
+}
+"""What the config is made to say; keys that a release does not have are left out."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_nested_or_flat_in_any_order_the_answer_is_the_same(release: Release, change: str) -> None:
+    inner = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, **release.config}
+    wrong = {k: v for k, v in CHANGES[change].items() if k in inner}
+    beside = {k: v for k, v in CHANGES[change].items() if k == "quantization_config"}
+    answers = set()
+    for nested, backwards, copied in product((False, True), repeat=3):
+        config = {**config_of(replace(release, nested=nested, config={**release.config, **wrong})), **beside}
+        if copied and nested:
+            config |= {k: v for k, v in {**inner, **wrong}.items() if k != "model_type"}
+        if backwards:
+            config = {k: dict(reversed(v.items())) if isinstance(v, dict) else v for k, v in reversed(config.items())}
+        answers.add(answer(config, release))
+    assert len(answers) == 1
+    conflicts = {code for *_, codes in answers for code in codes}
+    assert bool(conflicts) is (bool(wrong) and change != "wrong depth")
+
+
+def answer(config: dict[str, Any], release: Release) -> tuple[Any, ...]:
+    """What is made of a checkpoint: its layers, conflicts and gaps, and every server's verdict on decoder layers."""
+    about = subject_of(config, tensors_of(release))
+    found = about.description
+    decoder = [i for i, d in enumerate(found.layers) if d.layer.kind is LayerKind.DECODER]
+    verdicts = tuple(
+        (a.name, v.outcome, tuple(r.code for r in v.reasons)) for a in judge(about) for v in (a.layers[i] for i in decoder)
+    )
+    gaps = tuple(p.code for p in found.gaps)
+    codes = frozenset(c.code for c in found.conflicts if not c.code.startswith("quantization"))
+    return repr(found.layers), found.n_shared, verdicts, gaps, codes
+
+
+@pytest.mark.parametrize("copy", ["", "text_config"])
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_a_copy_that_says_something_else_is_a_conflict_in_either_section(release: Release, copy: str) -> None:
+    inner = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, **release.config}
+    family = next(f for f in FAMILIES if release.model_type in f.model_types)
+    keys = {"hidden_size", *(w.key for w in family.widths), *family.n_routed_keys, *family.n_shared_keys} & inner.keys()
+    for key in keys:
+        config = {**config_of(replace(release, nested=True)), **inner}
+        (config[copy] if copy else config)[key] = 7
+        conflicts = [c for c in description_of(config, tensors_of(release)).conflicts if c.code in LOAD_CONFLICTS]
+        assert conflicts, key
+
+
+def test_numbers_of_experts_per_modality_add_up() -> None:
+    release = next(r for r in RELEASES if r.family == "Ernie-4.5")
+    found = description_of(config_of(replace(release, config={**release.config, "moe_num_experts": [2, 1]})), tensors_of(release))
+    assert found.conflicts == ()
+    two = description_of(config_of(replace(release, config={**release.config, "moe_num_experts": [3, 3]})), tensors_of(release))
+    assert [c.message for c in two.conflicts] == ["moe_num_experts is [3, 3], the tensors show 3 routed experts per decoder layer"]
+    per_layer = next(r for r in RELEASES if r.family == "Hunyuan")
+    assert description_of(config_of(per_layer), tensors_of(per_layer)).n_shared == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "there", "count", "codes"),
+    [
+        ({}, True, 1, []),
+        ({}, False, 0, []),
+        ({"n_shared_experts": None}, False, 0, []),
+        ({"n_shared_experts": 0}, False, 0, []),
+        ({"n_shared_experts": None}, True, 0, ["config-width"]),
+        ({"n_shared_experts": 0}, True, 0, ["config-width"]),
+    ],
+)
+def test_how_many_shared_experts_there_are(written: dict[str, Any], there: bool, count: int, codes: list[str]) -> None:
+    release = next(r for r in RELEASES if r.model_type == "deepseek_v3")
+    config = {k: v for k, v in release.config.items() if k != "n_shared_experts"} | written
+    tensors = {n: i for n, i in tensors_of(release).items() if there or "shared_experts" not in n}
+    for nested in (False, True):
+        found = description_of(config_of(replace(release, config=config, nested=nested)), tensors)
+        assert (found.n_shared, [c.code for c in found.conflicts]) == (count, codes)
 
 
 def test_a_gated_familys_gate_must_be_there() -> None:

@@ -158,7 +158,7 @@ def test_a_promised_mtp_layer_that_is_nowhere_is_told(tensors: Tensors, expected
 def test_there_are_no_shared_experts_where_no_tensor_is_one(stated: int | None) -> None:
     tensors = {n: t for n, t in v3(0).items() if "shared" not in n}
     assert description_of({**V3, "num_hidden_layers": 1, "n_shared_experts": stated}, tensors).n_shared == 0
-    assert description_of({**V3, "num_hidden_layers": 1, "n_shared_experts": None}, v3(0)).n_shared == 1
+    assert description_of({**V3, "num_hidden_layers": 1, "n_shared_experts": 1}, v3(0)).n_shared == 1
 
 
 def test_what_is_not_known_is_told_apart_from_what_is_not_there() -> None:

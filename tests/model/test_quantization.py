@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -173,6 +174,117 @@ def test_reading_and_building_never_raise(scheme: Any, file: Any) -> None:
     found = read_quantization({"quantization_config": scheme, "text_config": scheme}, file)
     for release in RELEASES.values():
         build_vllm_quant(found, "deepseek_v4", release)
+
+
+def grouped(**weights: Any) -> dict[str, Any]:
+    """A compressed-tensors description of one group."""
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+ALGO = {"producer": {"name": "modelopt"}}
+SPELLINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "FP8": (
+        {"quant_method": "fp8"}, {"quant_method": "FP8"}, {"quant_method": "deepseek_v4_fp8"},
+        {**ALGO, "quantization": {"quant_algo": "FP8_PB_WO"}},
+    ),
+    "NVFP4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"quant_method": "modelopt_fp4", "quant_algo": "nvfp4"},
+        {**ALGO, "quantization": {"quant_algo": "NVFP4"}}, {"quantization": {"quant_algo": "NVFP4"}, **ALGO},
+    ),
+    "INT4": (
+        grouped(num_bits=4, type="int", group_size=32), {**grouped(num_bits=4, type="int"), "quant_method": "compressed_tensors"},
+    ),
+    "MXFP4": tuple({**QUARK, "quant_method": m, "exclude": [], "layer_quant_config": {}} for m in ("quark", "Quark")),
+    "MXFP8": ({"quant_method": "mxfp8"}, {**ALGO, "quantization": {"quant_algo": "MXFP8"}}),
+    "INT8": ({"quant_method": "gptq", "bits": 8},),
+}  # fmt: skip
+"""What weights are stored as, and how configs say it."""
+PLACES = ("config.json", "hf_quant_config.json", "config.json:compression_config", "config.json:text_config")
+
+
+def read(described: dict[str, Any], **config: Any) -> Quantization:
+    """Read descriptions, each in its place."""
+    text = {"quantization_config": described["config.json:text_config"]} if "config.json:text_config" in described else {}
+    keys = {"quantization_config": "config.json", "compression_config": "config.json:compression_config"}
+    config |= {key: described[place] for key, place in keys.items() if place in described}
+    return read_quantization({**config, "text_config": text | config.get("text_config", {})}, described.get("hf_quant_config.json"))
+
+
+@pytest.mark.parametrize(("first", "second"), list(permutations(PLACES, 2)))
+def test_two_places_conflict_where_they_describe_different_weights_and_only_there(first: str, second: str) -> None:
+    read_from, other = sorted((first, second), key=PLACES.index)
+    for mine, theirs in product(SPELLINGS, repeat=2):
+        for one, two in product(SPELLINGS[mine], SPELLINGS[theirs]):
+            found = [p for p in read({first: one, second: two}).conflicts if p.code == "quantization-conflict"]
+            assert [(p.where, read_from in p.message) for p in found] == ([(other, True)] if mine != theirs else []), (one, two)
+
+
+def test_int4_beside_nvfp4_is_said_in_full() -> None:
+    found = read({"config.json:text_config": SPELLINGS["INT4"][0], "hf_quant_config.json": SPELLINGS["NVFP4"][2]})
+    (conflict,) = found.conflicts
+    assert (found.source, conflict.where) == ("hf_quant_config.json", "config.json:text_config")
+    assert conflict.message == "weights are INT4 here and NVFP4 in hf_quant_config.json"
+
+
+def test_a_mixed_checkpoint_may_be_described_in_part() -> None:
+    mixed = {**FP8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4"}
+    assert (
+        read({"config.json": mixed, "hf_quant_config.json": {**ALGO, "quantization": {"moe_quant_algo": "NVFP4"}}}).conflicts == ()
+    )
+
+
+@pytest.mark.parametrize("method", ["fp8", "FP8", "deepseek_v4_fp8"])
+@pytest.mark.parametrize("where", ["", "text_config", *PLACES])
+@pytest.mark.parametrize("key", ["weight_block_size", "expert_dtype"])
+def test_blocks_and_expert_dtypes_are_read_wherever_they_stand(key: str, where: str, method: str) -> None:
+    value: Any = [32, 32] if key == "weight_block_size" else "fp4"
+    if where in PLACES:
+        found = read({where: {"quant_method": method, key: value}})
+    else:
+        found = read({"config.json": {"quant_method": method}}, **({"text_config": {key: value}} if where else {key: value}))
+    expected = ((32, 32), None) if key == "weight_block_size" else (None, "fp4")
+    assert (found.block, found.expert_dtype) == expected
+    assert found.conflicts == ()
+
+
+@pytest.mark.parametrize(("first", "second"), list(permutations(["", "text_config", *PLACES], 2)))
+def test_two_places_that_state_different_blocks_conflict(first: str, second: str) -> None:
+    for other, expected in (([128, 128], []), ([32, 32], ["quantization-conflict"])):
+        described, top = {"config.json": {"quant_method": "fp8"}}, {}
+        for where, value in ((first, [128, 128]), (second, other)):
+            if where in PLACES:
+                described[where] = {"quant_method": "fp8", "weight_block_size": value}
+            else:
+                top |= {"text_config": {"weight_block_size": value}} if where else {"weight_block_size": value}
+        assert codes(read(described, **top)) == expected
+
+
+@pytest.mark.parametrize("block", [[128, 128], "128x128"])
+def test_the_block_of_compressed_tensors_stands_in_its_group(block: Any) -> None:
+    one = grouped(num_bits=8, type="float", strategy="block", block_structure=block)
+    assert (of(one).block, of(one).block_hint, of(one).block_key) == ((128, 128), (128, 128), "block_structure")
+    two = {**one, "config_groups": {**one["config_groups"], "group_1": {"weights": {"num_bits": 8, "type": "float"}}}}
+    assert (of(two).block, of(two).block_hint) == (None, (128, 128)), "of one group of two: a hint, no more"
+
+
+def test_quarks_block_is_a_hint() -> None:
+    layers = {"re:mtp.*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]}}}
+    found = of({**QUARK, "layer_quant_config": layers})
+    assert (found.block, found.block_hint, codes(found)) == (None, (128, 128), [])
+
+
+@given(st.permutations([*FP8, "expert_dtype", "config_groups", "ignored_layers"]), st.permutations(["a", "b", "c"]))
+def test_the_order_of_keys_changes_nothing(keys: list[str], groups: list[str]) -> None:
+    weights = {name: {"num_bits": 8, "type": "float", "block_structure": [32 * (i + 1)] * 2} for i, name in enumerate("abc")}
+    scheme = {
+        **FP8,
+        "weight_block_size": [256, 256],
+        "expert_dtype": "fp4",
+        "ignored_layers": ["x"],
+        "config_groups": {name: {"weights": weights[name]} for name in groups},
+    }
+    found = of({key: scheme[key] for key in keys})
+    assert (found.block, found.expert_dtype, found.ignore, found.conflicts) == ((32, 32), "fp4", ("x",), ())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""What inspect finds, convert refuses or notes, under the same codes: two commands, one answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fse_convert.testing.patch import Json, edit_config, rename, retype
+
+Source = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
+EXPERT = "layers.0.ffn.experts.1"
+
+
+def in_config(**changes: Any) -> Callable[[Path], None]:
+    def change(config: Json) -> None:
+        config.update(changes)
+
+    return lambda root: edit_config(root, change)
+
+
+REFUSED: dict[str, tuple[int, str, Callable[[Path], None]]] = {
+    "stacks of another program": (
+        0, "expert-outside", lambda r: rename(r, f"{EXPERT}.w1.weight", "layers.0.mlp.switch_mlp.gate_proj.weight", keep=True),
+    ),
+    "a layer twice": (
+        3, "layer-twice", lambda r: rename(r, f"{EXPERT}.w1.weight", f"model.{EXPERT}.w1.weight", keep=True),
+    ),
+    "adapters": (0, "expert-unknown", lambda r: rename(r, f"{EXPERT}.w1.weight", f"{EXPERT}.w1.lora_A.weight", keep=True)),
+    "one odd matrix": (3, "matrix-odd", lambda r: retype(r, f"{EXPERT}.w1.weight", dtype="F8_E5M2")),
+    "kernel layout": (3, "already-converted", lambda r: rename(r, "norm.weight", "layers.0.ffn.experts.shared_l1_weight")),
+    "lowered depth": (0, "config-layers", in_config(num_hidden_layers=1)),
+    "unknown family": (0, "family-unknown", in_config(model_type="newcomer", architectures=["Newcomer"])),
+}  # fmt: skip
+"""Exit code of inspect, the code of the error, and the change."""
+
+
+@pytest.mark.parametrize(("expected", "code", "change"), REFUSED.values(), ids=REFUSED)
+def test_what_convert_refuses_is_told_by_inspect_and_fails_the_gate(
+    expected: int, code: str, change: Callable[[Path], None], source: Source, tmp_path: Path, run: Run
+) -> None:
+    root = source("v4-flash")
+    change(root)
+    exit_code, text, _ = run("inspect", root, "--json")
+    found = json.loads(text)
+    told = {p["code"] for part in ("problems", "unsupported", "conflicts") for p in found[part]}
+    assert exit_code == expected
+    assert code in told or (found["family"] is None and code == "family-unknown")
+    assert run("inspect", root, "--require", "vllm-0.33")[0] == (expected or 1)
+    exit_code, text, _ = run(root, tmp_path / "out", "--allow-unfused", "--dry-run", "--json")
+    assert exit_code == 3
+    assert [p["code"] for p in json.loads(text)["problems"]] == [code]
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("quantization-missing", lambda root: edit_config(root, lambda c: c.pop("quantization_config"))),
+        ("expert-dtype-conflict", lambda root: edit_config(root, lambda c: c["quantization_config"].update(expert_dtype="fp8"))),
+        ("config-conflict", in_config(num_nextn_predict_layers=5)),
+    ],
+    ids=["no quantisation", "two dtypes", "MTP layers"],
+)
+def test_what_inspect_notes_convert_notes_too(
+    code: str, change: Callable[[Path], None], source: Source, tmp_path: Path, run: Run
+) -> None:
+    root = source("v4-flash")
+    change(root)
+    conflicts = {c["code"] for c in json.loads(run("inspect", root, "--json")[1])["conflicts"]}
+    exit_code, text, _ = run(root, tmp_path / "out", "--allow-unfused", "--dry-run", "--json")
+    assert exit_code == 0
+    assert code in conflicts
+    assert conflicts <= {n["code"] for n in json.loads(text)["notes"]}
