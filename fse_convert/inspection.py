@@ -5,7 +5,7 @@ Of the payload nothing is read but F32 scales of a local checkpoint's experts, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.planner import planner
 from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.plan.widths import contract_widths
-from fse_convert.servers.judge import Answer, Subject, judge
+from fse_convert.servers.judge import Answer, judge
 from fse_convert.servers.scales import UNREAD, Scales
+from fse_convert.servers.subject import Subject
+from fse_convert.servers.verdict import Outcome, Verdict, because, not_understood
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +52,15 @@ class Inspection:
         return self.subject.description
 
     def failing(self, names: Iterable[str]) -> tuple[Answer, ...]:
-        """Return the answers of those targets that do not fuse every layer, or would fuse it wrongly."""
+        """Return the answers of those targets that do not fuse every layer."""
         wanted = set(names)
-        return tuple(a for a in self.answers if a.name in wanted and not a.safe)
+        return tuple(a for a in self.answers if a.name in wanted and not a.fused)
 
     def exit_code(self, required: Iterable[str]) -> ExitCode:
         """Return 3 for a broken checkpoint; with required targets 1 unless all fuse it and all of it is understood; else 0."""
         if self.problems:
             return ExitCode.INVALID
-        names = list(required)
-        return ExitCode.NO if names and (self.failing(names) or self.unsupported or self.contradictions) else ExitCode.OK
-
-    @property
-    def contradictions(self) -> tuple[Problem, ...]:
-        """Conflicts by which a server that believes the config would not load the tensors: no server fuses what it cannot load."""
-        return tuple(c for c in self.conflicts if c.code in LOAD_CONFLICTS)
+        return ExitCode.NO if self.failing(required) else ExitCode.OK
 
 
 def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(), *, thorough: bool = False) -> Inspection:
@@ -78,24 +74,41 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     source = describe_source(checkpoint)
     source = replace(source, scales=_scales(reading, source, thorough=thorough))
     description, about = source.description, source.subject
-    answers = judge(about)
-    plans = (lambda _: None) if reading.problems else planner(source)
+    plans = (lambda _: None) if reading.problems or reading.converted else planner(source)
     widths = contract_widths(description, serving.tp)
     problems = _layer_problems(reading, description)
-    unread = not {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread)
-    conflicts = () if unread else (*description.conflicts, *source.quantization.conflicts)
+    broken = folded((*reading.problems, *(p for p in problems if p.code not in NOT_UNDERSTOOD)))
+    unsupported = folded(p for p in problems if p.code in NOT_UNDERSTOOD)
+    conflicts = description.conflicts if {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread) else ()
+    answers = tuple(_settled(a, broken, unsupported, conflicts) for a in judge(about))
     return Inspection(
         checkpoint,
         about,
         tuple(a for a in answers if not names or a.name in names),
         costs(description, serving, widths) if description.widths else None,
-        advise(about, answers, plans, serving.tp),
-        folded((*reading.problems, *(p for p in problems if p.code not in NOT_UNDERSTOOD))),
+        advise(about, answers, plans, serving.tp, place=folder.label if isinstance(folder, LocalFolder) else "CHECKPOINT"),
+        broken,
         folded(p for p in problems if p.code in NOT_UNDERSTOOD),
-        tuple(dict.fromkeys(conflicts)),
+        conflicts,
         checkpoint.notes,
         reading.converted,
     )
+
+
+def _settled(answer: Answer, broken: Sequence[Problem], unsupported: Sequence[Problem], conflicts: Sequence[Problem]) -> Answer:
+    """Withdraw a yes to a checkpoint that is broken or not understood, or that a server which believes its config cannot load."""
+    unloadable = tuple(Problem(c.code, str(c), hint=c.hint) for c in conflicts if c.code in LOAD_CONFLICTS)
+    if broken:
+        message = "the checkpoint is broken: what a server makes of it is known once it is mended"
+        doubt = because(Outcome.UNKNOWN, "checkpoint-broken", message, "mend what the errors name")
+    elif unsupported:
+        doubt = not_understood(unsupported)
+    elif unloadable:
+        doubt = Verdict(Outcome.UNSAFE, unloadable)
+    else:
+        return answer
+    model = doubt if answer.fused or (broken and not answer.layers) else answer.model
+    return replace(answer, model=model, layers=tuple(doubt if v.fused else v for v in answer.layers))
 
 
 def _scales(reading: PartialCheckpoint, source: Source, *, thorough: bool) -> Scales:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
-from fse_convert.checkpoint.header import LENGTH_BYTES, METADATA
+from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, METADATA
 
 
 def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None) -> bytes:
@@ -21,6 +22,16 @@ def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None
 def header_entry(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
     """Return one tensor's entry in a header; ``[start, end)`` are bytes of the payload."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+def header_entries(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Any]:
+    """Return the entries of tensors (name, dtype, shape) that lie one after the other."""
+    entries: dict[str, Any] = {}
+    at = 0
+    for name, dtype, shape in tensors:
+        start, at = at, at + prod(shape) * BITS[dtype] // 8
+        entries[name] = header_entry(dtype, shape, start, at)
+    return entries
 
 
 def encode_json(value: Any) -> bytes:

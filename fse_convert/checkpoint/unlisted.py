@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from fse_convert.checkpoint.header import Header, TensorInfo
@@ -20,6 +20,7 @@ FOREIGN = Kind(
     "safetensors files that the index does not list, with no tensor of this model's names", "servers that read the index ignore it"
 )
 NUMBERED = re.compile(r"\d+")
+LAYER = re.compile(r"(?P<before>(?:.*?\.)??)\d+\.(?P<after>.+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def judge_unlisted(
         rest = {n: h for n, h in unlisted.items() if n not in renamed}
         judged = judge_unlisted(rest, weight_map, present, ())
         return Judged(judged.left, (stale, *judged.problems), frozenset(absent))
-    known = {_tail(t) for t in weight_map}
+    known = {part for t in weight_map for part in _parts(t)}
     left: dict[str, Kind] = {}
     problems = []
     for name, header in unlisted.items():
@@ -59,11 +60,13 @@ def judge_unlisted(
             message = f"the index does not list this shard, and looks for {count} of its tensors in {some(absent)}"
             hint = "keep it: finish the download, or rewrite the index if it is of an earlier save"
             problems.append(Problem("shard-unlisted", message, name, hint))
-        elif known.isdisjoint(map(_tail, nowhere)) and not any(t.startswith("mtp.") for t in nowhere):
+        elif _is_foreign(nowhere, known):
             left[name] = FOREIGN
         else:
             message = f"the index does not list this shard; {len(nowhere)} of its tensors stand nowhere else, {nowhere[0]} first"
-            hint = f"rewrite {INDEX} to list its tensors: a server that reads the index would load the model without them"
+            hint = (
+                f"rewrite {INDEX} to list its tensors, without which servers load the model; or give another model its own folder"
+            )
             problems.append(Problem("shard-unlisted", message, name, hint))
     return Judged(left, tuple(problems), frozenset())
 
@@ -87,9 +90,13 @@ def _form(t: TensorInfo) -> tuple[str, tuple[int, ...]]:
     return t.dtype, t.shape
 
 
-def _tail(name: str) -> str:
-    """Return what follows the first number of a tensor's name, other numbers as one: what it is in its layer."""
-    head, _, tail = name.partition(".")
-    while tail and not head.isdigit():
-        head, _, tail = tail.partition(".")
-    return NUMBERED.sub("0", tail) or name
+def _is_foreign(names: Iterable[str], known: Set[str]) -> bool:
+    """Tell whether tensors are another model's: they have layers, whose names begin and end otherwise than all of this one's."""
+    parts = [_parts(name) for name in names]
+    return any(parts) and known.isdisjoint(part for both in parts for part in both) and not any("mtp." in both for both in parts)
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Return what stands before and after the first number in a tensor's name, other numbers as one; nothing without a number."""
+    match = LAYER.fullmatch(name)
+    return (match["before"], NUMBERED.sub("0", match["after"])) if match else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,8 @@ def inspect(
     from fse_convert import inspection
     from fse_convert.errors import environment
     from fse_convert.plan.costs import Serving
-    from fse_convert.report.inspection.view import View, complaints
+    from fse_convert.report.console import problem_lines
+    from fse_convert.report.inspection.view import View
     from fse_convert.servers.judge import ALL_TARGETS
     from fse_convert.servers.naming import find_named
 
@@ -66,24 +66,24 @@ def inspect(
         names = frozenset((*target, *require)) if target else frozenset()
         found = inspection.inspect(folder, Serving(tp, ep), names, thorough=bool(require))
     view = View(found, target, require)
-    _print(view, require, "json" if as_json else format_name)
+    _print(view, "json" if as_json else format_name)
     if html:
         from fse_convert.report.inspection.pages import write_page
 
         with environment(html):
             write_page(html, view)
-    for line in complaints(found, require):
-        click.echo(line, err=True)
-    if code := found.exit_code(require):
-        raise click.exceptions.Exit(int(code))
+    for problem in view.errors:
+        click.echo("\n".join(problem_lines(problem)), err=True)
+    if view.exit_code:
+        raise click.exceptions.Exit(int(view.exit_code))
 
 
-def _print(view: View, required: Sequence[str], format_name: str) -> None:
+def _print(view: View, format_name: str) -> None:
     if format_name == "json":
         from fse_convert.report.inspection.records import inspection_record
         from fse_convert.report.records import dump
 
-        click.echo(dump(inspection_record(view.found, required)))
+        click.echo(dump(inspection_record(view)))
     elif format_name == "text":
         from fse_convert.report.inspection.text import print_inspection
 
@@ -92,5 +92,5 @@ def _print(view: View, required: Sequence[str], format_name: str) -> None:
         from fse_convert.report.inspection.github import workflow_commands
         from fse_convert.report.inspection.pages import markdown
 
-        lines = workflow_commands(view.found, required) if format_name == "github" else []
+        lines = workflow_commands(view) if format_name == "github" else []
         click.echo("\n".join([*lines, markdown(view).rstrip("\n")]))

@@ -252,12 +252,11 @@ class Conversion:
 
     def _prove(self, draft: Manifest, staged: LocalFolder, observe: Observer) -> Proof | None:
         """Prove what is staged against the source. Raises VerificationFailure."""
-        from fse_convert.verification.proof import ProofOptions, prove, refuse_failed
+        from fse_convert.verification.proof import prove, refuse_failed
 
         if self.request.verify is Level.NONE:
             return None
-        options = ProofOptions(level=self.request.verify, device="cpu", workers=self.request.workers, fail_fast=True)
-        proof = prove(self.plan, staged, draft, options, observe)
+        proof = prove(self.plan, staged, draft, self.request.verify, self.request.workers, observe)
         refuse_failed(proof)
         logger.info("proved up to %s", self.request.verify.value)
         return proof

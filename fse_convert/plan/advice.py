@@ -1,15 +1,22 @@
-"""What to do with a checkpoint, in sentences: serve it as is, pad it for named servers, or neither and why."""
+"""What to do with a checkpoint, a sentence per question: serve it as is, pad it for named servers, or neither and why."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from fse_convert.plan.plan import Decision, Options
-from fse_convert.servers.judge import Answer, Question, Subject
+from fse_convert.servers.judge import Answer, Question
+from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import CONTRACT, TARGETS, Target, find_target, needed_contract
 from fse_convert.servers.verdict import Outcome
 
+TOPICS = {Question.NATIVE: "NVIDIA MegaMoE", Question.AITER: "AMD AITER", Question.SLOTS: "Slots"}
+"""How each question's sentence begins."""
+NO_PATH = frozenset({"model-unsupported", "aiter-family-unsupported"})
+"""Reasons that say nothing about a checkpoint beyond its model type."""
 Plans = Callable[[Options], Decision | None]
 """What a conversion with some options would decide; None where it would refuse."""
 
@@ -34,30 +41,69 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The sentences, in order of importance, the command that they lead to, and what padding would change."""
+    """The sentences, in order of importance, the command that they lead to, and what padding would change.
 
-    sentences: tuple[str, ...]
+    ``fuses``: releases whose MegaMoE fuses the checkpoint, as is or padded; ``runs``: those that run MegaMoE at all.
+    """
+
+    sentences: tuple[str, ...] = ()
     command: str = ""
     gain: Gain | None = None
+    fuses: tuple[Target, ...] = ()
+    runs: tuple[Target, ...] = ()
 
 
-def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int = 1) -> Advice:
-    """Say what to do; a command is named only if it would run. ``plans``: as `planning.planner` makes it."""
-    native = {a.name: a for a in answers if a.question is Question.NATIVE and a.engine != CONTRACT}
-    if not native or not checkpoint.description.layers:
-        return Advice(())
+def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int = 1, place: str = "CHECKPOINT") -> Advice:
+    """Say what to do; a command is named only if it would run. ``plans``: as `planner` makes it. ``place``: its path."""
+    asked = {q: [a for a in answers if a.question is q and a.engine != CONTRACT] for q in Question}
+    if not checkpoint.description.layers:
+        return Advice()
+    sentences = [f"{TOPICS[q]}: {_answer(rows)}" for q, rows in asked.items() if rows]
+    native = {a.name: a for a in asked[Question.NATIVE]}
     rows = [t for t in TARGETS if t.name in native]
     fused = [t for t in rows if native[t.name].fused]
+    running = [t for t in rows if native[t.name].model.outcome in (Outcome.FUSED, Outcome.UNFUSED)]
     gain = _gain(native, rows, plans, tp)
-    sentences = [f"{releases(fused, rows)} fuse this checkpoint as it is." if fused else _none(native, rows)]
     if gain:
         sentences.append(_padding_sentence(gain, rows, only=bool(fused)))
-    return Advice(tuple(sentences), _command(gain, tp) if gain else "", gain)
+    return Advice(
+        sentences=tuple(sentences),
+        command=_command(gain, tp, place) if gain else "",
+        gain=gain,
+        fuses=tuple(t for t in rows if t in fused or (gain and t in gain.fuses)),
+        runs=tuple(t for t in rows if t in running or (gain and t in gain.fuses + gain.runs)),
+    )
 
 
-def _command(gain: Gain, tp: int) -> str:
+def _command(gain: Gain, tp: int, place: str) -> str:
     options = [f"--tp {tp}"] * (tp > 1) + ["--allow-unfused"] * gain.unfused
-    return " ".join(["fse-convert CHECKPOINT OUT --target", gain.target.name, *options])
+    return " ".join(["fse-convert", shlex.quote(place), "OUT --target", gain.target.name, *options])
+
+
+def _answer(rows: Sequence[Answer]) -> str:
+    """Say who fuses a checkpoint, else why the newest release of the first server does not, and whom not to serve it with."""
+    fused = [a for a in rows if a.fused]
+    unsafe = [a for a in rows if a.model.outcome is Outcome.UNSAFE]
+    said = [f"{releases(fused, rows)} fuse{'s' if len(fused) == 1 else ''} this checkpoint as is." if fused else _none(rows)]
+    if unsafe:
+        hints = dict.fromkeys(r.hint for r in unsafe[-1].model.reasons if r.hint)
+        way_out = f": {'; '.join(hints)}" if hints else ""
+        said.append(f"{releases(unsafe, rows)} would fail to load it or compute wrong numbers{way_out}.")
+    return " ".join(said)
+
+
+def _none(rows: Sequence[Answer]) -> str:
+    """Say that nothing fuses, and why the newest release of the first server with a reason does not."""
+    newest = {server_of(a): a for a in rows}.values()
+    reasons = [(a, r) for a in newest if a.model.outcome is not Outcome.UNSAFE for r in a.model.reasons]
+    telling = [(a, r) for a, r in reasons if r.code not in NO_PATH]
+    if not telling and all(a.model.outcome is Outcome.UNKNOWN for a, _ in reasons):
+        return "no known rule covers this model."
+    if not telling:
+        return "no known release has a path for this model."
+    answer, reason = telling[0]
+    none = "not known" if answer.model.outcome is Outcome.UNKNOWN else "no known release fuses this checkpoint as is"
+    return f"{none}; {answer.engine} {answer.release}: {reason.message}."
 
 
 def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp: int) -> Gain | None:
@@ -94,29 +140,43 @@ def _conversion(
     return None
 
 
-def releases(targets: Iterable[Target], rows: Sequence[Target]) -> str:
-    """Name releases by engine: ``vLLM >= 0.31`` where all later known ones are among them, else one by one."""
-    chosen = list(targets)
+class Release(Protocol):
+    """A row of a server release."""
+
+    @property
+    def name(self) -> str:
+        """The target's name."""
+
+    @property
+    def engine(self) -> str:
+        """The server."""
+
+    @property
+    def release(self) -> str:
+        """Its release."""
+
+
+def server_of(row: Release) -> str:
+    """Return what all releases of one server, started in one way, have in common."""
+    return row.name.replace(row.release, "")
+
+
+def releases(chosen: Iterable[Release], rows: Sequence[Release]) -> str:
+    """Name releases by server: ``vLLM >= 0.31`` where all later known ones are among them, else one by one."""
+    names = {row.name for row in chosen}
     parts = []
-    for engine in dict.fromkeys(t.engine for t in chosen):
-        known = [t.release for t in rows if t.engine == engine]
-        mine = [t.release for t in chosen if t.engine == engine]
-        newest = known[-len(mine) :] == mine
-        text = f">= {mine[0]}" if newest and len(known) > 1 else ", ".join(mine)
-        parts.append(f"{engine} {text}" if len(known) > 1 else engine)
+    for server in dict.fromkeys(map(server_of, rows)):
+        known = [row for row in rows if server_of(row) == server]
+        mine = [row.release for row in known if row.name in names]
+        if not mine:
+            continue
+        engine = known[0].engine
+        if len(known) == 1:
+            parts.append(engine if [r.engine for r in rows].count(engine) == 1 else known[0].name)
+        else:
+            newest = [row.release for row in known[-len(mine) :]] == mine
+            parts.append(f"{engine} {f'>= {mine[0]}' if newest else ', '.join(mine)}")
     return " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + f" and {parts[-1]}"
-
-
-def _none(native: Mapping[str, Answer], rows: Sequence[Target]) -> str:
-    """Say that nothing fuses, and why the newest release of the first engine does not."""
-    newest = [next(t for t in reversed(rows) if t.engine == engine) for engine in dict.fromkeys(t.engine for t in rows)]
-    reasons = [(t, r) for t in newest for r in native[t.name].model.reasons]
-    if all(r.code == "model-unsupported" for _, r in reasons):
-        return "No server release that is known here has a MegaMoE path for this model."
-    target, reason = next((t, r) for t, r in reasons if r.code != "model-unsupported")
-    return (
-        f"No server release that is known here fuses this checkpoint as it is; {target.engine} {target.release}: {reason.message}."
-    )
 
 
 def _padding_sentence(gain: Gain, rows: Sequence[Target], *, only: bool) -> str:

@@ -83,9 +83,13 @@ class Duplicates:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All figures of one checkpoint for one way of serving it; ``paddings`` are by kernel contract where the width changes."""
+    """All figures of one checkpoint for one way of serving it; ``paddings`` are by kernel contract where the width changes.
+
+    ``uneven``: numbers of routed experts that ``serving.ep`` does not divide; with any, no figure per rank of them is true.
+    """
 
     serving: Serving
+    uneven: tuple[int, ...]
     decoder: Stored
     mtp: Stored
     shared_kernel: int
@@ -103,6 +107,7 @@ def costs(description: Description, serving: Serving, widths: dict[str, int]) ->
     decoder = [d for d in description.layers if d.layer.kind is LayerKind.DECODER]
     return Costs(
         serving=serving,
+        uneven=uneven(description, serving.ep),
         decoder=stored(decoder),
         mtp=stored(d for d in description.layers if d.layer.kind is LayerKind.MTP),
         shared_kernel=kernel_shared(decoder),
@@ -113,6 +118,12 @@ def costs(description: Description, serving: Serving, widths: dict[str, int]) ->
             if len(description.widths) == 1 and width != description.widths[0]
         },
     )
+
+
+def uneven(description: Description, ep: int) -> tuple[int, ...]:
+    """Return the numbers of routed experts in a layer that cannot be spread evenly over so many ranks."""
+    counts = {len(d.layer.routed) or max((t.shape[0] for t in d.layer.stacked), default=0) for d in description.layers}
+    return tuple(sorted(n for n in counts if n % ep))
 
 
 def stored(layers: Iterable[LayerDescription]) -> Stored:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 from fse_convert.errors import Problem
 from fse_convert.plan.advice import releases
-from fse_convert.plan.costs import Serving, padding
+from fse_convert.plan.costs import Serving, padding, uneven
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.widths import needed_width
-from fse_convert.servers.native import target_verdict
+from fse_convert.servers.judge import native_layer
 from fse_convert.servers.targets import MEGAMOE_128, TARGETS, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole
 
@@ -29,9 +29,9 @@ def padding_cost(plan: Plan, size: Callable[[float], str]) -> str:
     """Say what padding costs: bytes on disk and per rank."""
     decision = plan.decision
     cost = padding(plan.source.description, decision.width)
-    rank = cost.per_rank(Serving(ep=EXAMPLE_EP))
-    widths = f"{decision.source_width} to {decision.width}"
-    return f"Padding {widths} costs {size(cost.disk)} on disk and {size(rank)} per rank at EP {EXAMPLE_EP}."
+    per_rank = f" and {size(cost.per_rank(Serving(ep=EXAMPLE_EP)))} per rank at EP {EXAMPLE_EP}"
+    even = not uneven(plan.source.description, EXAMPLE_EP)
+    return f"Padding {decision.source_width} to {decision.width} costs {size(cost.disk)} on disk{per_rank if even else ''}."
 
 
 def _source_verdict(plan: Plan, name: str) -> Verdict:
@@ -40,7 +40,7 @@ def _source_verdict(plan: Plan, name: str) -> Verdict:
     target = find_target(name)
     if target is None:
         raise ValueError(name)
-    return whole(tuple(target_verdict(v.layer, target, plan.source.checkpoint.config) for v in decision.verdicts))
+    return whole(tuple(native_layer(plan.source.subject, target, v.layer) for v in decision.verdicts))
 
 
 def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
@@ -56,7 +56,7 @@ def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
     fusing = [t for t in rows if _source_verdict(plan, t.name).fused]
     if forced or wanted or not fusing:
         return None
-    fuse = f"{releases(fusing, rows)} fuse the source as it is: --target {narrow.name} pads nothing"
+    fuse = f"{releases(fusing, rows)} fuse the source as is: --target {narrow.name} pads nothing"
     return Problem("padding-not-needed", f"{padding_cost(plan, size)} {fuse}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
-from typing import Any
 
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.names import SIDECAR
@@ -33,10 +32,11 @@ from fse_convert.plan.plan import (
 )
 from fse_convert.plan.source import Source
 from fse_convert.plan.widths import needed_width, stored_widths
-from fse_convert.servers.native import LaunchWidths, kernel_verdict, target_verdict
+from fse_convert.servers.judge import native_layer
+from fse_convert.servers.native import LaunchWidths, kernel_verdict
 from fse_convert.servers.scales import INEXACT, Scales, with_scales
-from fse_convert.servers.targets import Contract, Target
-from fse_convert.servers.verdict import Reason, Verdict
+from fse_convert.servers.targets import Contract
+from fse_convert.servers.verdict import Reason
 from fse_convert.sidecar.manifest import ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, shard_metadata
 
@@ -71,7 +71,7 @@ def decide(source: Source, options: Options) -> Decision:
         LayerVerdict(
             layer=d,
             verdict=with_scales(d, kernel_verdict(d, options.contract, options.target.pairings, kernel_widths), scales),
-            server=_standard_verdict(d, options.target, checkpoint.config, main_widths, scales),
+            server=native_layer(source.subject, options.target, d, main_widths),
         )
         for d in description.layers
     )
@@ -112,14 +112,6 @@ def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
         problems.append(Problem("no-shared-experts", message, checkpoint.folder.label))
     if problems:
         raise InvalidCheckpoint(*folded(problems))
-
-
-def _standard_verdict(
-    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: LaunchWidths, scales: Scales
-) -> Verdict:
-    """Judge a layer of the output's standard layout as `fse_convert.servers.judge` judges that folder."""
-    verdict = target_verdict(layer, target, config, widths)
-    return with_scales(layer, verdict, scales) if target.is_contract else verdict
 
 
 def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, scales: Scales) -> None:

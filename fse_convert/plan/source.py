@@ -18,8 +18,8 @@ from fse_convert.checkpoint.reader import Checkpoint, open_checkpoint
 from fse_convert.model.describe import describe
 from fse_convert.model.description import Description
 from fse_convert.model.quantization import Quantization, read_quantization
-from fse_convert.servers.judge import Subject
 from fse_convert.servers.scales import UNREAD, Scales, routed_f32_scales, shared_f32_scales
+from fse_convert.servers.subject import Subject
 
 WIDTH_KEY = "moe_inter_dim"
 """How inference/config.json of the DeepSeek releases calls the width of an expert."""
@@ -60,6 +60,7 @@ class Source:
             quant_config=self.checkpoint.quant_config,
             quantization=self.quantization,
             description=self.description,
+            tensors=self.checkpoint.tensors,
             scales=self.scales,
         )
 

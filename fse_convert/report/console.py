@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 T = TypeVar("T")
+COLUMNS = 100
+"""Where there is no terminal."""
 
 
-def console(*, stderr: bool = False, columns: int | None = None) -> Console:
-    """Return a rich console for results (stdout) or everything else (stderr); off a terminal it wraps no lines.
-
-    ``columns``: its width, where not that of the terminal.
-    """
+def console(*, stderr: bool = False) -> Console:
+    """Return a rich console for results (stdout) or everything else (stderr); off a terminal it wraps no lines."""
     from rich.console import Console
 
     wraps = (sys.stderr if stderr else sys.stdout).isatty()
+    columns = None if wraps else COLUMNS
     return Console(stderr=stderr, width=columns, soft_wrap=not wraps, highlight=False, markup=False, emoji=False)
 
 
@@ -46,11 +46,11 @@ def printable(value: object) -> str:
 
 def size(n: float) -> str:
     """Return bytes in words, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(n) < 1024:
-            return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
+        if abs(round(n, digits)) < 1024:
+            return f"{n:.{digits}f} {unit}"
         n /= 1024
-    return f"{n:.2f} GiB"
+    return f"{n:,.2f} TiB"
 
 
 def counted(n: int, noun: str) -> str:

@@ -7,22 +7,21 @@ fused shared experts on AMD (`fse_convert.servers.aiter`), and slots for shared 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from fse_convert.errors import Problem, UsageError
-from fse_convert.model.description import Description
-from fse_convert.model.quantization import Quantization
+from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
-from fse_convert.servers.aiter.vllm_config import NEWEST
+from fse_convert.servers.hazards import Situation, endangered
 from fse_convert.servers.naming import find_named
-from fse_convert.servers.native import target_verdict
-from fse_convert.servers.scales import UNREAD, Scales, f32_scales, with_scales
+from fse_convert.servers.native import LaunchWidths, target_verdict
+from fse_convert.servers.scales import with_scales
 from fse_convert.servers.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
+from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import TARGETS, Target
-from fse_convert.servers.verdict import Outcome, Reason, Verdict, because, whole
+from fse_convert.servers.verdict import Outcome, Reason, Verdict, not_understood, whole
 
 
 class Question(str, Enum):
@@ -60,7 +59,7 @@ def find_convertible(name: str) -> Target:
 class Answer:
     """One target's answer: a verdict per layer of the description, in its order, and one for the model as a whole.
 
-    ``notes`` are what the verdicts do not say: doubts, and fusion that changes numbers.
+    ``notes`` are only worth knowing: weights that a server requantises while loading.
     """
 
     name: str
@@ -78,31 +77,6 @@ class Answer:
         """True where every layer fuses, and the model as a whole."""
         return self.model.fused
 
-    @property
-    def objections(self) -> tuple[Reason, ...]:
-        """The reasons not to publish a model on this answer: what keeps it from fusing, or makes fusing it wrong."""
-        return (*self.model.reasons, *(n for n in self.notes if n.code in UNSAFE))
-
-    @property
-    def safe(self) -> bool:
-        """True where it fuses, and nothing known says that it would then load wrongly."""
-        return self.fused and not self.objections
-
-
-UNSAFE = frozenset({"aiter-storage-differs", "scale-f32-unread", "scale-f32-rounded"})
-"""Codes of notes by which a server that fuses does the wrong thing, or may do it for all that is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A checkpoint as the rules see it. ``scales``: what reading the F32 scales showed, if they were read."""
-
-    config: Mapping[str, Any]
-    quant_config: Mapping[str, Any] | None
-    quantization: Quantization
-    description: Description
-    scales: Scales = UNREAD
-
 
 def judge(checkpoint: Subject) -> tuple[Answer, ...]:
     """Answer for every target."""
@@ -110,12 +84,63 @@ def judge(checkpoint: Subject) -> tuple[Answer, ...]:
 
 
 def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
+    if not checkpoint.description.layers:
+        question = {Target: Question.NATIVE, AiterTarget: Question.AITER, SlotTarget: Question.SLOTS}[type(target)]
+        unknown = checkpoint.description.unknown
+        return _put_together(target, question, (), not_understood((unknown,)) if unknown else whole(()))
     if isinstance(target, Target):
         return _native(checkpoint, target)
     if isinstance(target, AiterTarget):
         return _aiter(checkpoint, target)
-    verdicts = slot_verdicts(checkpoint.description, checkpoint.quantization, target)
+    return _slots(checkpoint, target)
+
+
+def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, widths: LaunchWidths | None = None) -> Verdict:
+    """Judge one layer natively, with what is known of its F32 scales and of the server's loader; a contract by the kernel alone.
+
+    ``widths``: those that padding would give the layer; its own without them.
+    """
+    verdict = target_verdict(layer, target, checkpoint.config, widths)
+    rounds = "" if target.is_contract else target.title
+    verdict = with_scales(layer, verdict, checkpoint.scales, rounds)
+    return verdict if target.is_contract else endangered(Situation(checkpoint, target, layer, verdict))
+
+
+def _native(checkpoint: Subject, target: Target) -> Answer:
+    verdicts = tuple(native_layer(checkpoint, target, d) for d in checkpoint.description.layers)
+    return _put_together(target, Question.NATIVE, verdicts, whole(verdicts))
+
+
+def _slots(checkpoint: Subject, target: SlotTarget) -> Answer:
+    layers = checkpoint.description.layers
+    own = slot_verdicts(checkpoint, target)
+    verdicts = tuple(endangered(Situation(checkpoint, target, d, v)) for d, v in zip(layers, own, strict=True))
     return _put_together(target, Question.SLOTS, verdicts, whole(verdicts), slot_notes(checkpoint.description, target, verdicts))
+
+
+def _aiter(checkpoint: Subject, target: AiterTarget) -> Answer:
+    layers = checkpoint.description.layers
+    question = ask_aiter(checkpoint.config, checkpoint.quant_config, checkpoint.quantization, target)
+    if isinstance(question, Verdict):
+        return _put_together(target, Question.AITER, (question,) * len(layers), question)
+    own = tuple(judge_layer(question, d) for d in layers)
+    verdicts = tuple(endangered(Situation(checkpoint, target, d, v, question)) for d, v in zip(layers, own, strict=True))
+    return _put_together(
+        target,
+        Question.AITER,
+        verdicts,
+        _in_spite_of(judge_whole(layers, own), verdicts),
+        notes(question, layers, verdicts),
+        question.conditions,
+    )
+
+
+def _in_spite_of(model: Verdict, layers: Sequence[Verdict]) -> Verdict:
+    """Return what becomes of a model that a server would start, where some of its layers are unsafe."""
+    unsafe = [v for v in layers if v.outcome is Outcome.UNSAFE]
+    if not unsafe or model.outcome in (Outcome.ERROR, Outcome.REFUSED):
+        return model
+    return Verdict(Outcome.UNSAFE, tuple(dict.fromkeys((*model.reasons, *(r for v in unsafe for r in v.reasons)))))
 
 
 def _put_together(
@@ -136,44 +161,4 @@ def _put_together(
         layers=layers,
         model=model,
         notes=notes,
-    )
-
-
-def _native(checkpoint: Subject, target: Target) -> Answer:
-    """Judge natively; a bare contract by the kernel alone, at the stored widths and formats."""
-    layers = checkpoint.description.layers
-    verdicts = tuple(target_verdict(d, target, checkpoint.config) for d in layers)
-    notes = _scale_notes(checkpoint, target, verdicts)
-    if target.is_contract:
-        verdicts = tuple(with_scales(d, v, checkpoint.scales) for d, v in zip(layers, verdicts, strict=True))
-    return _put_together(target, Question.NATIVE, verdicts, whole(verdicts), notes)
-
-
-def _scale_notes(checkpoint: Subject, target: Target, verdicts: tuple[Verdict, ...]) -> tuple[Reason, ...]:
-    """Note F32 scales of fused layers: those that nobody read, and those that a server would round."""
-    layers = [d for d, v in zip(checkpoint.description.layers, verdicts, strict=True) if v.fused and f32_scales(d)]
-    scales = checkpoint.scales
-    inexact = [d for d in layers if scales.inexact_of(d)]
-    unread = [d for d in layers if not scales.inexact_of(d) and any(t.name not in scales.read for t in f32_scales(d))]
-    notes = []
-    if unread:
-        message = f"F32 scales in {len(unread)} layers fit only where every one is a power of two; headers cannot tell"
-        notes.append(Reason("scale-f32-unread", message, hint="fse-convert CHECKPOINT OUT --dry-run reads them"))
-    if inexact and not target.is_contract:
-        message = f"{target.title} rounds the F32 scales of {len(inexact)} layers to powers of two while loading"
-        notes.append(Reason("scale-f32-rounded", message, hint="the result is not that of the checkpoint's own weights"))
-    return tuple(notes)
-
-
-def _aiter(checkpoint: Subject, target: AiterTarget) -> Answer:
-    layers = checkpoint.description.layers
-    question = ask_aiter(checkpoint.config, checkpoint.quant_config, checkpoint.quantization, target)
-    if question is None:
-        message = f"no model class of vLLM {NEWEST} that is known to ask this has this architecture or type"
-        unknown = because(Outcome.UNKNOWN, "model-unsupported", message)
-        return _put_together(target, Question.AITER, (unknown,) * len(layers), unknown)
-    verdicts = tuple(judge_layer(question, d) for d in layers)
-    conditions = () if target.mega_moe else question.family.needs
-    return _put_together(
-        target, Question.AITER, verdicts, judge_whole(layers, verdicts), notes(question, layers, verdicts), conditions
     )

@@ -15,6 +15,7 @@ from fse_convert.layout.sizes import round_up
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.formats import E8M0_DTYPES, Format, StorageKind
 from fse_convert.model.moe import Role
+from fse_convert.servers.subject import class_names, vllm_class_names
 from fse_convert.servers.targets import Contract, Pairings, Target
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood
 
@@ -55,6 +56,9 @@ def native_verdict(
         return because(Outcome.UNFUSED, "server-no-fusion", f"{server} keeps this model's shared expert beside MegaMoE")
     if target.model_types and model_type not in target.model_types:
         return because(Outcome.REFUSED, "model-unsupported", f"{server} has no MegaMoE path for model type {model_type!r}")
+    unknown = unknown_class((vllm_class_names if target.engine == "vLLM" else class_names)(config), target.classes, server)
+    if unknown:
+        return unknown
     groups = _launch_groups(layer)
     if isinstance(groups, Verdict):
         return groups
@@ -71,6 +75,14 @@ def native_verdict(
         *_format_reasons(routed, shared, target.pairings),
         *_loader_reasons(shared, at, target),
     )
+
+
+def unknown_class(names: tuple[str, ...], classes: frozenset[str], server: str) -> Verdict | None:
+    """Refuse a checkpoint that asks for model classes of which the server has none; without names its model type decides."""
+    if not classes or not names or classes & set(names):
+        return None
+    message = f"{server} has no model class {names[0]} with a MegaMoE path"
+    return because(Outcome.REFUSED, "model-unsupported", message)
 
 
 def target_verdict(

@@ -55,12 +55,22 @@ def _f32(group: ExpertGroup) -> Iterable[TensorInfo]:
     return chain.from_iterable((e.projections[role].parts[scale] for role, scale in names.items()) for e in group.experts)
 
 
-def with_scales(layer: LayerDescription, verdict: Verdict, scales: Scales) -> Verdict:
-    """Take back a verdict of the kernel that the scales' values contradict.
+def with_scales(layer: LayerDescription, verdict: Verdict, scales: Scales, rounded_by: str = "") -> Verdict:
+    """Take back a verdict of fusing that the scales' values contradict, or that they have yet to confirm.
 
-    The reason names no tensor, so that it is the same in every layer.
+    ``rounded_by``: the server that rounds such scales to powers of two while loading; empty where nothing takes them. A reason
+    names no tensor, so that it is the same in every layer.
     """
-    if not verdict.fused or not scales.inexact_of(layer):
+    found = f32_scales(layer) if verdict.fused else ()
+    if not found:
         return verdict
-    message = "F32 scales are no powers of two, which is all that the kernel's E8M0 scales can hold"
-    return because(Outcome.UNFUSED, INEXACT, message, "requantise to E8M0 scales first")
+    if scales.inexact_of(layer):
+        if rounded_by:
+            message = f"{rounded_by} rounds F32 scales to powers of two while loading, and some are none: their weights change"
+            return because(Outcome.UNSAFE, "scale-f32-rounded", message, "requantise to E8M0 scales first")
+        message = "F32 scales are no powers of two, which is all that the kernel's E8M0 scales can hold"
+        return because(Outcome.UNFUSED, INEXACT, message, "requantise to E8M0 scales first")
+    if all(t.name in scales.read for t in found):
+        return verdict
+    message = "F32 scales fit only where every one is a power of two; headers cannot tell"
+    return because(Outcome.UNKNOWN, "scale-f32-unread", message, "fse-convert CHECKPOINT OUT --dry-run reads them")

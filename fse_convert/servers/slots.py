@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.formats import StorageKind
-from fse_convert.model.moe import Role
-from fse_convert.model.quantization import Quantization
+from fse_convert.model.moe import LayerKind, Role
+from fse_convert.servers.quark import SglangQuark
+from fse_convert.servers.subject import Subject, class_names
 from fse_convert.servers.targets import TARGETS
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood
 
@@ -23,7 +24,7 @@ class SlotTarget:
     """One server release that can append the shared expert to the routed ones.
 
     ``requantises``: FP8 shared experts become MXFP4 beside MXFP4 routed ones, else both must be stored alike.
-    ``model_types``: whose gate was read.
+    ``model_types``: whose gate was read, and ``classes``: their model classes (empty: any).
     """
 
     name: str
@@ -32,6 +33,7 @@ class SlotTarget:
     source: str
     started_with: str
     model_types: frozenset[str]
+    classes: frozenset[str]
     requantises: bool
 
 
@@ -43,6 +45,7 @@ ATOM = SlotTarget(
     source="atom/model_ops/topK.py:16-64, models/deepseek_v4.py",
     started_with="ROCm; ATOM_FUSE_SHARED_EXPERT not 0",
     model_types=frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4"}),
+    classes=frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"}),
     requantises=False,
 )
 SLOT_TARGETS: tuple[SlotTarget, ...] = (
@@ -54,6 +57,7 @@ SLOT_TARGETS: tuple[SlotTarget, ...] = (
             source=t.slots,
             started_with=SGLANG_FLAG,
             model_types=t.model_types,
+            classes=t.classes,
             requantises=True,
         )
         for t in TARGETS
@@ -64,31 +68,39 @@ SLOT_TARGETS: tuple[SlotTarget, ...] = (
 """The rows of `TARGETS` that have slot fusion too, and ATOM."""
 
 
-def slot_verdicts(description: Description, quantization: Quantization, target: SlotTarget) -> tuple[Verdict, ...]:
-    """Judge every layer of a model; gates that look at the whole model give all layers the same answer."""
-    if description.model_type not in target.model_types:
-        message = f"the gate of {target.engine} {target.release} for model type {description.model_type!r} is not known here"
+def slot_verdicts(checkpoint: Subject, target: SlotTarget) -> tuple[Verdict, ...]:
+    """Judge every layer of a model; gates that look at a whole model or its drafter give all their layers the same answer."""
+    description, names = checkpoint.description, set(class_names(checkpoint.config))
+    known = description.model_type in target.model_types and (not names or not target.classes or bool(names & target.classes))
+    if not known:
+        what = f"model type {description.model_type!r}" + (f" and class {min(names)}" if names else "")
+        message = f"the gate of {target.engine} {target.release} for {what} is not known here"
         return (because(Outcome.UNKNOWN, "model-unsupported", message),) * len(description.layers)
-    whole = _model_verdict(description, quantization, target)
-    return tuple(whole or _layer_verdict(layer, target) for layer in description.layers)
+    gates = {kind: _gate_verdict(checkpoint, target, kind) for kind in LayerKind}
+    return tuple(gates[layer.layer.kind] or _layer_verdict(layer, target, checkpoint) for layer in description.layers)
 
 
-def _model_verdict(description: Description, quantization: Quantization, target: SlotTarget) -> Verdict | None:
-    if description.n_shared > 1:
+def _gate_verdict(checkpoint: Subject, target: SlotTarget, kind: LayerKind) -> Verdict | None:
+    n_shared, quantization = checkpoint.description.n_shared, checkpoint.quantization
+    if n_shared > 1:
         outcome = Outcome.ERROR if target.requantises else Outcome.UNFUSED
-        message = f"exactly one shared expert per layer is fused, this model has {description.n_shared}"
+        message = f"exactly one shared expert per layer is fused, this model has {n_shared}"
         return because(outcome, "slot-shared-count", message)
-    if target.requantises and quantization.method == "quark" and any(_stored_apart(d) for d in description.layers):
-        message = "Quark stores shared experts otherwise than routed ones in some layer, which turns fusion off for the model"
-        return because(Outcome.UNFUSED, "slot-quant-differs", message)
-    return None
+    if not target.requantises or quantization.method != "quark":
+        return None
+    draft = kind is LayerKind.MTP
+    if SglangQuark.of(quantization, checkpoint.config, target.release, draft=draft).may_fuse():
+        return None
+    whose = "the drafter" if draft else "the model"
+    message = f"Quark's config gives shared experts another scheme than routed ones, which turns fusion off for {whose}"
+    return because(Outcome.UNFUSED, "slot-quant-differs", message)
 
 
 def _stored_apart(layer: LayerDescription) -> bool:
     return bool(layer.routed and layer.shared and not layer.routed.stored_like(layer.shared))
 
 
-def _layer_verdict(layer: LayerDescription, target: SlotTarget) -> Verdict:
+def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subject) -> Verdict:
     if layer.problems:
         return not_understood(layer.problems)
     if layer.shared is None or layer.routed is None:
@@ -98,7 +110,8 @@ def _layer_verdict(layer: LayerDescription, target: SlotTarget) -> Verdict:
         return because(Outcome.UNFUSED, "slot-width", message)
     routed, shared = layer.routed.formats[Role.GATE].kind, layer.shared.formats[Role.GATE].kind
     requantised = target.requantises and routed is StorageKind.MXFP4 and shared is StorageKind.FP8_BLOCK
-    if requantised or not _stored_apart(layer):
+    unseen = target.requantises and checkpoint.quantization.method == "quark"  # the gate above read the config alone
+    if requantised or unseen or not _stored_apart(layer):
         return FUSED
     message = f"routed experts are {layer.routed.label}, the shared expert is {layer.shared.label}: it fits no slot"
     return because(Outcome.UNFUSED, "slot-format", message)

@@ -84,7 +84,8 @@ class Target:
     ``pairings``: see `Pairings`. ``multiples``: of width and hidden size, for routed formats with rules of their own.
     ``shared_blocks``: scale blocks its fusion accepts (None: any with a multiple of 32 columns). ``scale_dtypes``: of the
     shared expert's scales in the checkpoint. ``model_types``: whose model code has the path (empty: any), ``beside``: whose
-    model code runs MegaMoE and always keeps the shared expert out of it. ``rules``: what the model code asks of config.json.
+    model code runs MegaMoE and always keeps the shared expert out of it. ``classes``: the model classes that have the path, for a
+    config that names its class (empty: any). ``rules``: what the model code asks of config.json.
     ``held_twice``: what it keeps two copies of. ``slots``: where its gate of slot fusion was read, for the same model types
     (empty: it has none). ``started_with``: flags and hardware.
     """
@@ -104,6 +105,7 @@ class Target:
     scale_dtypes: tuple[str, ...] = E8M0_DTYPES
     model_types: frozenset[str] = frozenset({"deepseek_v4", "deepseek_v41"})
     beside: frozenset[str] = frozenset()
+    classes: frozenset[str] = frozenset()
     rules: tuple[ConfigRule, ...] = ()
     held_twice: frozenset[HeldTwice] = frozenset()
     slots: str = ""
@@ -126,6 +128,12 @@ SGLANG = "SM100, --moe-a2a-backend megamoe"
 SGLANG_SCALES = (*E8M0_DTYPES, "F32")
 """SGLang loads scales as FP32 and rounds them to UE8M0 (0.5.23 layers/quantization/fp8.py:1694-1719)."""
 NVFP4_256 = {StorageKind.NVFP4: (256, 256)}
+V4_CLASS = frozenset({"DeepseekV4ForCausalLM"})
+VLLM_CLASSES = V4_CLASS | {"DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM"}
+"""Since 0.30 also with a vision tower, and V4.1 (model_executor/models/registry.py:375-381)."""
+SGLANG_CLASSES = V4_CLASS | {"DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark"}
+"""0.5.23 models/deepseek_v4.py, deepseek_v4_nextn.py, deepseek_v4_dspark.py; V4.1 is read as V4 (configs/deepseek_v41.py:38)."""
+SGLANG_CLASSES_0_5_21 = SGLANG_CLASSES | {"DeepseekV41ForCausalLM"}
 VLLM_RULES = (ConfigRule("scoring_func", ("sqrtsoftplus",)), ConfigRule("expert_dtype", ("fp4",)))
 """DeepseekV4MoE.__init__ raises otherwise: 0.29 models/deepseek_v4/nvidia/model.py:780-790."""
 VLLM_RULES_0_31 = (*VLLM_RULES, ConfigRule("norm_topk_prob", (True,)))
@@ -148,44 +156,46 @@ TARGETS: tuple[Target, ...] = (
     _contract_row(MEGAMOE_128),
     Target(
         "vllm-0.29", "vLLM", "0.29", MEGAMOE_512, "models/deepseek_v4/nvidia/model.py:336, 394-455 (DeepGEMM 2.6.1)", VLLM,
-        model_types=V4_ONLY, beside=KIMI_K3, rules=VLLM_RULES,
+        model_types=V4_ONLY, beside=KIMI_K3, classes=V4_CLASS, rules=VLLM_RULES,
     ),
     Target(
         "vllm-0.30", "vLLM", "0.30", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:412-441, 516-534", VLLM,
-        routed_pad=512, beside=KIMI_K3, rules=VLLM_RULES,
+        routed_pad=512, beside=KIMI_K3, classes=VLLM_CLASSES, rules=VLLM_RULES,
     ),
     Target(
         "vllm-0.31", "vLLM", "0.31", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:370, 443-475, 835-849", VLLM,
-        beside=KIMI_K3, rules=VLLM_RULES_0_31,
+        beside=KIMI_K3, classes=VLLM_CLASSES, rules=VLLM_RULES_0_31,
     ),
     Target(
         "vllm-0.32", "vLLM", "0.32", MEGAMOE_128, "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:195-298, 461", VLLM,
-        beside=KIMI_K3, rules=VLLM_RULES_0_31,
+        beside=KIMI_K3, classes=VLLM_CLASSES, rules=VLLM_RULES_0_31,
     ),
     Target(
         "vllm-0.33", "vLLM", "0.33", MEGAMOE_128,
         "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:202, 214-245, 338-384", VLLM,
-        beside=KIMI_K3 | {"step5"}, rules=VLLM_RULES_0_31,
+        beside=KIMI_K3 | {"step5"}, classes=VLLM_CLASSES, rules=VLLM_RULES_0_31,
     ),
     Target(
         "sglang-0.5.20", "SGLang", "0.5.20", MEGAMOE_128, "layers/moe/mega_moe.py (no shape check; sgl-deep-gemm 0.2.0)", SGLANG,
-        fuses=False, pairings=FP4_OR_NVFP4_ALONE, model_types=V4_ONLY,
+        fuses=False, pairings=FP4_OR_NVFP4_ALONE, model_types=V4_ONLY, classes=SGLANG_CLASSES,
         held_twice=SGLANG_SCALES_TWICE, slots="models/deepseek_v4.py:3418-3444",
     ),
     Target(
         "sglang-0.5.21", "SGLang", "0.5.21", MEGAMOE_512, "layers/moe/mega_moe.py:99-111", SGLANG,
         fuses=False, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256,
-        held_twice=SGLANG_SCALES_TWICE, slots="models/deepseek_v4.py:5045-5071",
+        classes=SGLANG_CLASSES_0_5_21, held_twice=SGLANG_SCALES_TWICE, slots="models/deepseek_v4.py:5045-5071",
     ),
     Target(
         "sglang-0.5.22", "SGLang", "0.5.22", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 194-204", SGLANG,
         hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, shared_blocks=((128, 128),),
-        scale_dtypes=SGLANG_SCALES, held_twice=SGLANG_TWICE, slots="models/deepseek_v4.py:4791-4817",
+        scale_dtypes=SGLANG_SCALES, classes=SGLANG_CLASSES_0_5_21, held_twice=SGLANG_TWICE,
+        slots="models/deepseek_v4.py:4791-4817",
     ),
     Target(
         "sglang-0.5.23", "SGLang", "0.5.23", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 196-207", SGLANG,
         hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, scale_dtypes=SGLANG_SCALES,
-        held_twice=SGLANG_TWICE, slots="models/deepseek_v4.py:4864-4890, layers/moe/fused_moe_triton/layer.py:1043-1110",
+        classes=SGLANG_CLASSES_0_5_21, held_twice=SGLANG_TWICE,
+        slots="models/deepseek_v4.py:4864-4890, layers/moe/fused_moe_triton/layer.py:1043-1110",
     ),
     Target(
         "tensorrt-llm", "TensorRT-LLM", "main (2026-08)", MEGAMOE_512,

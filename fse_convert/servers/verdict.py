@@ -27,8 +27,8 @@ class Outcome(str, Enum):
 class Verdict:
     """An outcome with its reasons; a fused layer has none.
 
-    ``UNSAFE``: the server starts, and then fails to load the layer or computes wrong numbers. ``REFUSED``: the server does not load
-    the layer on this path. ``ERROR``: it raises. ``UNKNOWN``: the rules do not cover it.
+    ``UNSAFE``: the server starts, and then fails to load the layer or computes wrong numbers. ``REFUSED``: the server does not
+    load the layer on this path. ``ERROR``: it raises. ``UNKNOWN``: the rules do not cover it.
     """
 
     outcome: Outcome
@@ -57,7 +57,7 @@ def not_understood(problems: Iterable[Problem]) -> Verdict:
 def whole(verdicts: tuple[Verdict, ...]) -> Verdict:
     """Make the model's verdict where each layer stands for itself: fused when all are, else the first worst, with every reason."""
     if not verdicts:
-        return because(Outcome.UNFUSED, "no-moe-layers", "there is no layer with experts")
+        return because(Outcome.UNFUSED, "no-moe-layers", "no layers with experts under the names of this family")
     order = (Outcome.UNSAFE, Outcome.ERROR, Outcome.REFUSED, Outcome.UNKNOWN, Outcome.UNFUSED)
     outcomes = {v.outcome for v in verdicts}
     worst = next((outcome for outcome in order if outcome in outcomes), None)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
+from fse_convert.checkpoint.kinds import find_clutter
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX
 from fse_convert.errors import FseConvertError, NotServable, Problem, some
 from fse_convert.output.digests import file_sha256
@@ -306,7 +307,9 @@ def _file_problems(folder: Path, files: Mapping[str, FileDigest], *, whole: bool
         elif whole and name.endswith(SUFFIX) and "/" not in name:
             yield Problem("shard-missing", "the conversion wrote this shard, the folder has none", str(path), FETCH_AGAIN)
     for path in sorted(folder.glob(f"*{SUFFIX}")) if whole else ():
-        if path.name not in files:  # without an index, servers read every shard (vllm-project/vllm#54230)
+        if path.name not in files and not find_clutter(
+            path.name
+        ):  # without an index, servers read every shard (vllm-project/vllm#54230)
             yield Problem("shard-unlisted", "the conversion did not write this shard", str(path), "move it out of the folder")
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
 from typing import Any
 
-from fse_convert.checkpoint.encoding import encode_header, header_entry, sha256
-from fse_convert.checkpoint.header import BITS
+from fse_convert.checkpoint.encoding import encode_header, header_entries, sha256
 
 
 def pick(candidates: Iterable[bytes], digest: str) -> bytes | None:
@@ -54,12 +52,7 @@ def header_candidates(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metad
 
     ``metadata`` is the output's, to which ``format: pt`` may have been added.
     """
-    entries: dict[str, Any] = {}
-    at = 0
-    for name, dtype, shape in tensors:
-        end = at + prod(shape) * BITS[dtype] // 8
-        entries[name] = header_entry(dtype, shape, at, end)
-        at = end
+    entries = header_entries(tensors)
     bare = {k: v for k, v in metadata.items() if k != "format"}
     for candidate in (metadata, None, bare):
         yield encode_header(entries, candidate)

@@ -1,7 +1,7 @@
-"""A layer over `os` that lets the Nth file operation fail, be torn, or be the process's last, as SQLite tests itself.
+"""A layer over `os` that lets the Nth file operation fail, be torn, be the process's last, or let somebody else act before it.
 
-The program calls `os` as always. Only operations on files below a watched folder count. A crash can also lose what was not
-yet on disk: files that were written but not fsynced are cut to nothing before the process ends.
+SQLite tests itself so. The program calls `os` as always. Only operations on files below a watched folder count. A crash can also
+lose what was not yet on disk: files that were written but not fsynced are cut to nothing before the process ends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Injector:
     """A count of operations below ``root`` and what happens at one of them.
 
     ``action``: ``kill`` ends the process before the operation, ``torn`` does half of it first, ``lose`` drops what was
-    not synced and ends; ``error`` raises ``errno`` once, ``errors`` from then on. ``at`` 0 only counts. ``calls``: which
-    operations count.
+    not synced and ends; ``error`` raises ``errno`` once, ``errors`` from then on; a function is called before the operation.
+    ``at`` 0 only counts.
     """
 
-    def __init__(self, root: str, at: int = 0, action: str = "kill", errno: int = 0, calls: tuple[str, ...] = CALLS) -> None:
-        self.root, self.at, self.action, self.errno, self.calls = root, at, action, errno, calls
+    def __init__(self, root: str, at: int = 0, action: str | Callable[[], None] = "kill", errno: int = 0) -> None:
+        self.root, self.at, self.action, self.errno = root, at, action, errno
         self.count = 0
         self.trace: list[tuple[str, str]] = []
         self.unsynced: set[str] = set()
@@ -49,15 +49,23 @@ class Injector:
             path = self._path(name, args)
             if path is None or not self._watched(name, path, args):
                 return real(*args, **kwargs)
-            self.count += 1
-            self.trace.append((name, path))
-            if self.at and (self.count == self.at or (self.action == "errors" and self.count > self.at)):
-                self._act(name, path, real, args)
+            self.step(name, path, real, args)
             result = real(*args, **kwargs)
             self._note(name, path, args)
             return result
 
         return call
+
+    def step(self, name: str, path: str = "", real: Callable[..., Any] | None = None, args: tuple[Any, ...] = ()) -> None:
+        """Count an operation, one of the program's own steps for one, and act before it if its turn has come."""
+        self.count += 1
+        self.trace.append((name, path))
+        if not self.at or self.count < self.at or (self.count > self.at and self.action != "errors"):
+            return
+        if callable(self.action):
+            self.action()
+        else:
+            self._act(name, path, real, args)
 
     def _path(self, name: str, args: tuple[Any, ...]) -> str | None:
         if name in PATH_CALLS:
@@ -69,9 +77,7 @@ class Injector:
         return None
 
     def _watched(self, name: str, path: str, args: tuple[Any, ...]) -> bool:
-        if name not in self.calls or not path.startswith(self.root):
-            return False
-        return name != "open" or bool(args[1] & (os.O_WRONLY | os.O_RDWR))
+        return path.startswith(self.root) and (name != "open" or bool(args[1] & (os.O_WRONLY | os.O_RDWR)))
 
     def _note(self, name: str, path: str, args: tuple[Any, ...]) -> None:
         if name in ("write", "copy_file_range"):
@@ -82,10 +88,10 @@ class Injector:
             target = os.fsdecode(args[1])
             self.unsynced = {target + p[len(path) :] if p == path or p.startswith(path + "/") else p for p in self.unsynced}
 
-    def _act(self, name: str, path: str, real: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _act(self, name: str, path: str, real: Callable[..., Any] | None, args: tuple[Any, ...]) -> None:
         if self.action in ("error", "errors"):
             raise OSError(self.errno, os.strerror(self.errno), path)
-        if self.action == "torn" and name == "write":
+        if self.action == "torn" and name == "write" and real:
             real(args[0], bytes(args[1])[: len(args[1]) // 2])
         if self.action == "lose":
             for lost in self.unsynced:

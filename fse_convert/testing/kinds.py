@@ -344,16 +344,21 @@ def v3_groups(spec: Spec) -> Iterator[Group]:
         yield group
 
 
-def quark(_: Mapping[str, Any], mtp: int) -> dict[str, Any]:
-    """Return AMD Quark's config: MXFP4 everywhere, but for attention and the MTP layers' shared experts, which stay block FP8."""
+def quark(c: Mapping[str, Any], mtp: int) -> dict[str, Any]:
+    """Return AMD Quark's config: MXFP4 everywhere, but for attention and the MTP layers' shared experts, which stay block FP8.
+
+    Modules are named exactly, those of MTP layers also as the layers after the last one: so every vLLM since 0.29 reads them.
+    """
     mx, rest = CONFIGS["quark-mxfp4"], {"output_tensors": None, "bias": None, "target_device": None}
     fp4 = {"input_tensors": mx | {"is_dynamic": True}, "weight": mx, **rest}
     fp8 = {"input_tensors": mx | CONFIGS["quark-tokens"], "weight": mx | CONFIGS["quark-blocks"], **rest}
-    layers = {r"re:(layers|mtp)\.\d+\.attn\..*": fp8, r"re:mtp\.\d+\.[eh]_proj": fp8}
-    for stage in range(mtp):
-        layers |= {rf"re:mtp\.{stage}\.ffn\.experts\.\d+\.w{number}": fp4 for number in (1, 2, 3)}
-        layers |= {rf"re:mtp\.{stage}\.ffn\.shared_experts\.w{number}": fp8 for number in (1, 2, 3)}
-    return CONFIGS["quark"] | {"global_quant_config": fp4, "layer_quant_config": layers}
+    attn = [f"attn.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")]
+    draft = [*attn, "e_proj", "h_proj", *(f"ffn.shared_experts.w{number}" for number in (1, 2, 3))]
+    count = c["num_hidden_layers"]
+    names = [f"layers.{layer}.{name}" for layer in range(count) for name in attn]
+    names += [f"layers.{layer}.attn.indexer.wq_b" for layer in range(count) if c["compress_ratios"][layer] == 4]
+    names += [f"{at}.{name}" for k in range(mtp) for at in (f"mtp.{k}", f"layers.{count + k}") for name in draft]
+    return CONFIGS["quark"] | {"global_quant_config": fp4, "layer_quant_config": dict.fromkeys(names, fp8)}
 
 
 def nvfp4(c: Mapping[str, Any], _: int) -> dict[str, Any]:

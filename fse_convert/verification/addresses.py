@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fse_convert.model.moe import Role
+
 GROUP = 32
 """Elements along K under one scale (recipe (1, 1, 32))."""
 ONE = 0x7F
@@ -148,29 +150,15 @@ class KernelLayout:
         """Move all four tensors."""
         return KernelLayout(*(t.to(device) for t in (self.l1_weight, self.l1_scale, self.l2_weight, self.l2_scale)))
 
-    def gate_rows(self, start: int, stop: int) -> Rows:
-        """Return rows of gate."""
-        return self._l1_rows(start, stop, 0)
-
-    def up_rows(self, start: int, stop: int) -> Rows:
-        """Return rows of up."""
-        return self._l1_rows(start, stop, 1)
-
-    def down_rows(self, start: int, stop: int) -> Rows:
-        """Return rows of down."""
-        n = torch.arange(start, stop, device=self.l2_weight.device)
-        p = 128 * (n // 128) + 4 * (n % 32) + (n % 128) // 32
-        return _codes_at(self.l2_weight, n), _scales_at(self.l2_scale, p, self.width // GROUP)
-
-    def _l1_rows(self, start: int, stop: int, half: int) -> Rows:
+    def rows(self, role: Role, start: int, stop: int) -> Rows:
+        """Return rows of gate, up or down."""
         r = torch.arange(start, stop, device=self.l1_weight.device)
+        if role is Role.DOWN:
+            p = 128 * (r // 128) + 4 * (r % 32) + (r % 128) // 32
+            return self.l2_weight[r], _scales_at(self.l2_scale, p, self.width // GROUP)
+        half = 0 if role is Role.GATE else 1
         p = 128 * (r // 64) + 64 * ((r // 8) % 2) + 32 * half + 4 * (r % 8) + (r % 64) // 16
-        codes = _codes_at(self.l1_weight, 16 * (r // 8) + 8 * half + r % 8)
-        return codes, _scales_at(self.l1_scale, p, self.hidden // GROUP)
-
-
-def _codes_at(weight: Tensor, row: Tensor) -> Tensor:
-    return weight[row]  # K is contiguous
+        return self.l1_weight[16 * (r // 8) + 8 * half + r % 8], _scales_at(self.l1_scale, p, self.hidden // GROUP)
 
 
 def _scales_at(stored: Tensor, row: Tensor, groups: int) -> Tensor:
@@ -223,19 +211,9 @@ class SourceLayout:
         names = ("gate", "gate_scale", "up", "up_scale", "down", "down_scale")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
-    def gate_rows(self, start: int, stop: int) -> Rows:
-        """Return rows of gate."""
-        return self._rows(self.gate, self.gate_scale, start, stop)
-
-    def up_rows(self, start: int, stop: int) -> Rows:
-        """Return rows of up."""
-        return self._rows(self.up, self.up_scale, start, stop)
-
-    def down_rows(self, start: int, stop: int) -> Rows:
-        """Return rows of down."""
-        return self._rows(self.down, self.down_scale, start, stop)
-
-    def _rows(self, weight: Tensor, scale: Tensor, start: int, stop: int) -> Rows:
+    def rows(self, role: Role, start: int, stop: int) -> Rows:
+        """Return rows of gate, up or down."""
+        weight, scale = getattr(self, role.value), getattr(self, f"{role.value}_scale")
         rows = torch.arange(start, stop, device=weight.device) // self.block[0]
         columns = torch.arange(0, weight.shape[1], GROUP, device=weight.device) // self.block[1]
         return weight[start:stop], scale[rows[:, None], columns]

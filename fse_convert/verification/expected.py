@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from fse_convert.checkpoint.encoding import header_entry
 from fse_convert.checkpoint.header import BITS, TensorInfo
-from fse_convert.checkpoint.reader import Shard
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.model.families import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
@@ -33,15 +31,17 @@ ONES = {"F8_E8M0": b"\x7f", "U8": b"\x7f", "F32": b"\0\0\x80\x3f", "F8_E4M3": b"
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """A stored matrix ``[rows, row_bytes]`` at the head of a larger one, ``fill`` (one element) in all the rest."""
+    """A stored matrix at the head of a larger one of ``shape``, ``fill`` (one element) in all the rest."""
 
     info: TensorInfo
     shape: tuple[int, ...]
-    rows: int
-    row_bytes: int
-    new_rows: int
-    new_row_bytes: int
     fill: bytes
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a row, and of a row of the larger one."""
+        old, new = (prod(shape[1:]) * len(self.fill) for shape in (self.info.shape, self.shape))
+        return old, new
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,23 @@ class ExpectedOutput:
 
     @property
     def config_edits(self) -> list[ConfigEdit]:
-        """What must change in config.json."""
-        decision = self.plan.decision
-        return config_edits(self.source, decision.n_shared, decision.source_width, decision.main_width)
+        """Every key of config.json that must have changed, wherever the family states widths."""
+        decision, config = self.plan.decision, self.source.checkpoint.config
+        description, width, main = self.source.description, decision.source_width, decision.main_width
+        if description.family is None or width == main:
+            return []
+        edits = []
+        for section in SECTIONS:
+            for width_key in description.family.widths:
+                old, new = (width_key.of(w, decision.n_shared * w, description.n_shared) for w in (width, main))
+                value = place(config, section).get(width_key.key)
+                if old is None or new is None:
+                    continue
+                if type(value) is int and value == old:
+                    edits.append(ConfigEdit(section=section, key=width_key.key, old=old, new=new))
+                elif isinstance(value, list) and value and value == [old] * len(value):
+                    edits.append(ConfigEdit(section=section, key=width_key.key, old=value, new=[new] * len(value)))
+        return edits
 
     @property
     def files(self) -> dict[str, list[KernelExpert]]:
@@ -148,7 +162,7 @@ def _padded_of(layer: LayerDescription, width: int, main: int) -> Iterator[Padde
                     cell = _cell(f, suffix)
                     shape = _stored(new, cell, len(info.shape)) if cell else info.shape
                     if shape != info.shape:
-                        yield _padded(info, shape, ONES[info.dtype] if suffix == f.scale else bytes(BITS[info.dtype] // 8))
+                        yield Padded(info, shape, ONES[info.dtype] if suffix == f.scale else bytes(BITS[info.dtype] // 8))
 
 
 def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
@@ -167,13 +181,6 @@ def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) ->
     return (rows, 1, columns, 1) if dimensions == 4 else (rows, columns)[:dimensions]
 
 
-def _padded(info: TensorInfo, shape: tuple[int, ...], fill: bytes) -> Padded:
-    def row_bytes(s: tuple[int, ...]) -> int:
-        return prod(s[1:]) * len(fill)
-
-    return Padded(info, shape, info.shape[0], row_bytes(info.shape), shape[0], row_bytes(shape), fill)
-
-
 def kernel_experts(description: Description, verdicts: Mapping[str, str], width: int) -> list[KernelExpert]:
     """Return the shared experts of the ``fused`` layers that are FP8 with block scales: what ``fse/`` must hold.
 
@@ -188,25 +195,6 @@ def kernel_experts(description: Description, verdicts: Mapping[str, str], width:
     ]
 
 
-def config_edits(source: Source, n_shared: int, width: int, main: int) -> list[ConfigEdit]:
-    """Return every key of config.json that must have changed, wherever the family states widths."""
-    family, config = source.description.family, source.checkpoint.config
-    if family is None or width == main:
-        return []
-    edits = []
-    for section in SECTIONS:
-        for width_key in family.widths:
-            old, new = (width_key.of(w, n_shared * w, source.description.n_shared) for w in (width, main))
-            value = place(config, section).get(width_key.key)
-            if old is None or new is None:
-                continue
-            if type(value) is int and value == old:
-                edits.append(ConfigEdit(section=section, key=width_key.key, old=old, new=new))
-            elif isinstance(value, list) and value and value == [old] * len(value):
-                edits.append(ConfigEdit(section=section, key=width_key.key, old=value, new=[new] * len(value)))
-    return edits
-
-
 def edited(config: Mapping[str, Any], edits: Iterable[ConfigEdit]) -> dict[str, Any]:
     """Return a config with edits done, keys in the source's order."""
     result: dict[str, Any] = json.loads(json.dumps(config))
@@ -217,31 +205,5 @@ def edited(config: Mapping[str, Any], edits: Iterable[ConfigEdit]) -> dict[str, 
 
 def swiglu_limit(source: Source) -> float | None:
     """Return the model's clamp of gate and up, from the config section that holds the widths; None for none."""
-    config, section = source.checkpoint.config, source.description.section
-    place = config.get(section) if section else config
-    value = place.get("swiglu_limit") if isinstance(place, Mapping) else None
+    value = place(source.checkpoint.config, source.description.section).get("swiglu_limit")
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def kernel_entries(experts: Iterable[KernelExpert]) -> dict[str, dict[str, Any]]:
-    """Return the entries that the header of a shard of ``fse/`` must have: the four tensors of one expert after the other."""
-    entries: dict[str, dict[str, Any]] = {}
-    at = 0
-    for expert in experts:
-        for name, (dtype, shape) in expert.shapes.items():
-            end = at + prod(shape) * BITS[dtype] // 8
-            entries[name] = header_entry(dtype, shape, at, end)
-            at = end
-    return entries
-
-
-def header_entries(shard: Shard, padded: Mapping[str, Padded]) -> dict[str, dict[str, Any]]:
-    """Return the entries that the header of a rewritten shard must have: the source's tensors in its order, at their new sizes."""
-    entries: dict[str, dict[str, Any]] = {}
-    at = 0
-    for t in shard.header.tensors:
-        p = padded.get(t.name)
-        end = at + (p.new_rows * p.new_row_bytes if p else t.nbytes)
-        entries[t.name] = header_entry(t.dtype, p.shape if p else t.shape, at, end)
-        at = end
-    return entries

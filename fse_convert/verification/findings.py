@@ -94,18 +94,14 @@ class Findings:
 
     def add(self, *mismatches: Mismatch) -> None:
         """Record mismatches."""
-        self.edited.update(m.file for m in mismatches if self._may_differ(m))
-        counted = [m for m in mismatches if not self._may_differ(m)]
+        counted = []
+        for m in mismatches:
+            if not self.strict and is_editable(m.file):
+                self.edited.add(m.file)
+            else:
+                counted.append(m)
         self.count += len(counted)
         self.listed += counted[: max(0, LIMIT - len(self.listed))]
-
-    def extend(self, other: Findings) -> None:
-        """Take over the findings of another part, of which `LIMIT` at most are known one by one."""
-        self.add(*other.listed)
-        self.count += other.count - len(other.listed)
-
-    def _may_differ(self, mismatch: Mismatch) -> bool:
-        return not self.strict and is_editable(mismatch.file)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entry
+from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entries, header_entry
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import LENGTH_BYTES
 from fse_convert.checkpoint.kinds import BOOKKEEPING, find_clutter, notes
@@ -17,13 +17,7 @@ from fse_convert.errors import Problem
 from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source
 from fse_convert.sidecar.tensors import shard_metadata
-from fse_convert.verification.expected import (
-    ExpectedOutput,
-    KernelExpert,
-    edited,
-    header_entries,
-    kernel_entries,
-)
+from fse_convert.verification.expected import ExpectedOutput, KernelExpert, edited
 from fse_convert.verification.findings import Findings, Mismatch, bytes_mismatch, text_mismatches
 
 STAGED = "sidecar-foreign"
@@ -141,11 +135,7 @@ def raw_header(folder: Folder, shard: Shard) -> bytes:
 def check_standard_layout(expected: ExpectedOutput, out: LocalFolder, shards: Iterable[Shard], findings: Findings) -> set[str]:
     """Check the headers of the standard layout; return the tensors whose bytes can be compared."""
     known = {s.name: s for s in expected.source.checkpoint.shards}
-    tensors = {
-        t.name: (s.name, t.dtype, expected.padded[t.name].shape if t.name in expected.padded else t.shape)
-        for s in known.values()
-        for t in s.header.tensors
-    }
+    tensors = {t.name: (s.name, t.dtype, expected.padded.get(t.name, t).shape) for s in known.values() for t in s.header.tensors}
     wrong = tensor_mismatches(shards, tensors)
     findings.add(*wrong)
     for shard in shards:
@@ -157,8 +147,10 @@ def check_standard_layout(expected: ExpectedOutput, out: LocalFolder, shards: It
 
 def _standard_header(expected: ExpectedOutput, out: LocalFolder, theirs: Shard, ours: Shard) -> list[Mismatch]:
     """Compare a header with the source's; that of a rewritten shard says ``format: pt`` and the new sizes."""
-    if any(t.name in expected.padded for t in theirs.header.tensors):
-        return header_mismatches(out, ours, header_entries(theirs, expected.padded), {"format": "pt", **theirs.header.metadata})
+    tensors = theirs.header.tensors
+    if any(t.name in expected.padded for t in tensors):
+        entries = header_entries((t.name, t.dtype, expected.padded.get(t.name, t).shape) for t in tensors)
+        return header_mismatches(out, ours, entries, {"format": "pt", **theirs.header.metadata})
     want, got = raw_header(expected.source.folder, theirs), raw_header(out, ours)
     return [bytes_mismatch("header", ours.name, want, got)] if want != got else []
 
@@ -168,11 +160,12 @@ def check_kernel_headers(expected: ExpectedOutput, out: LocalFolder, sidecar: It
     files = expected.files
     for shard in sidecar:
         if shard.name in files:
-            entries = kernel_entries(files[shard.name])
+            tensors = [(name, *kind) for e in files[shard.name] for name, kind in e.shapes.items()]
             if shard.name == next(iter(files)):
                 wire = tripwire(expected.source.checkpoint)
-                entries = {wire.name: header_entry(wire.dtype, (0,), 0, 0), **entries}
-            findings.add(*header_mismatches(out, shard, entries, shard_metadata(expected.plan.options.contract.name)))
+                tensors.insert(0, (wire.name, wire.dtype, (0,)))
+            metadata = shard_metadata(expected.plan.options.contract.name)
+            findings.add(*header_mismatches(out, shard, header_entries(tensors), metadata))
 
 
 def check_kernel_tensors(
@@ -209,7 +202,7 @@ def _index(expected: ExpectedOutput) -> bytes:
     source, padded = expected.source, expected.padded
     checkpoint = source.checkpoint
     kept = checkpoint.index_metadata or {}
-    grown = sum(p.new_rows * p.new_row_bytes - p.info.nbytes for p in padded.values())
+    grown = sum(p.shape[0] * p.sizes[1] - p.info.nbytes for p in padded.values())
     metadata = {**kept, "total_size": checkpoint.total_size + grown}
     if isinstance(kept.get("total_parameters"), int):
         metadata["total_parameters"] += sum(prod(p.shape) - prod(p.info.shape) for p in padded.values())

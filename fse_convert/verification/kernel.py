@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from fse_convert.layout import megamoe
+from fse_convert.model.moe import Role
 from fse_convert.verification.addresses import GROUP, ONE, KernelLayout, Rows, SourceLayout
-from fse_convert.verification.numerics import quantize_input, relative_l2
+from fse_convert.verification.numerics import fused_expert, quantize_input, relative_l2
 
 MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
 """Where DeepGEMM may be, in vLLM's order: sgl-deep-gemm and upstream install the first, vLLM brings the second."""
@@ -57,19 +58,6 @@ class KernelProbe:
 
 
 @dataclass(frozen=True)
-class KernelSettings:
-    """How to run the kernel.
-
-    ``shared_experts``: how many experts the width holds. ``limit``: the model's SwiGLU limit. ``device``: the current CUDA
-    device by default.
-    """
-
-    shared_experts: int = 1
-    limit: float | None = None
-    device: torch.device | None = None
-
-
-@dataclass(frozen=True)
 class KernelResult:
     """Level 3's answer. ``passed`` only when the fused kernel itself ran; ``figures`` hold what was measured."""
 
@@ -83,13 +71,13 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _describe_device(device: torch.device | None) -> tuple[str | None, tuple[int, int] | None, str]:
-    """Return name and capability of the device, or why there is none: a broken driver warns or raises, by its fault."""
+def _describe_device() -> tuple[str | None, tuple[int, int] | None, str]:
+    """Return name and capability of the CUDA device, or why there is none: a broken driver warns or raises, by its fault."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             if torch.cuda.is_available():
-                return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), ""
+                return torch.cuda.get_device_name(), torch.cuda.get_device_capability(), ""
         except (RuntimeError, AssertionError, OSError) as error:
             return None, None, f"CUDA is broken: {_first_line(error)}"
     why = "; ".join(str(w.message).strip().splitlines()[0] for w in caught if str(w.message).strip())
@@ -119,9 +107,9 @@ def _has(module: Any, function: str, parameter: str | None) -> bool:
         return False
 
 
-def _locate(device: torch.device | None) -> tuple[KernelProbe, Any]:
+def _locate() -> tuple[KernelProbe, Any]:
     """Return what `probe` does, and the DeepGEMM module that was imported, if any."""
-    name, capability, trouble = _describe_device(device)
+    name, capability, trouble = _describe_device()
     sm = f"{name} is SM{capability[0]}{capability[1]}" if capability else ""
     if capability and capability[0] != 10:
         return KernelProbe("unavailable", f"needs an SM100 GPU: {sm}", None, name), None
@@ -139,47 +127,39 @@ def _locate(device: torch.device | None) -> tuple[KernelProbe, Any]:
     return KernelProbe("ready", f"{sm}, with DeepGEMM {version or 'of unknown version'}", version, name), module
 
 
-def probe(device: torch.device | None = None) -> KernelProbe:
-    """Find out whether the fused kernel can run on ``device`` (the current CUDA device by default); raises nothing.
+def probe() -> KernelProbe:
+    """Find out whether the fused kernel can run on the current CUDA device; raises nothing.
 
     Features are found by signature, not by package name or version: four packages install a module ``deep_gemm``, and
     only some have shared experts (DeepGEMM >= 2.6, sgl-deep-gemm >= 0.1.6).
     """
-    return _locate(device)[0]
+    return _locate()[0]
 
 
 def check_kernel(
-    kernel: KernelLayout,
-    hidden_states: Tensor,
-    reference: Tensor,
-    settings: KernelSettings,
-    *,
-    source: SourceLayout | None = None,
+    kernel: KernelLayout, source: SourceLayout, x: Tensor, *, shared: int = 1, limit: float | None = None, device: str = "cuda"
 ) -> KernelResult:
     """Run the fused kernel on the converted bytes and compare it with level 2.
 
-    ``hidden_states`` BF16 ``[t, hidden]``; ``reference`` BF16 ``[t, hidden]``, what `fused_expert` computes of them under
-    the same limit. With ``source``, DeepGEMM's own transform of the padded source must also give the same bytes, and the
-    unpadded source must give the same output bits where the installed contract takes its width.
+    ``x``: hidden states BF16 ``[t, hidden]``. ``shared``: how many experts the width holds. ``limit``: the model's SwiGLU
+    limit. The output must be close to what `fused_expert` computes of the source; DeepGEMM's own transform of the padded
+    source must give the same bytes, and the unpadded source the same output bits where the installed contract takes its width.
 
     What DeepGEMM raises (no nvcc for its JIT compiler, a rejected shape) makes the result ``not-run`` with that reason.
     Raises ValueError when the width does not hold that many experts in multiples of 128.
     """
-    count = settings.shared_experts
-    if count < 1 or kernel.width % (128 * count):
-        raise ValueError(f"width {kernel.width} does not hold {count} experts in multiples of 128")
-    probed, module = _locate(settings.device)
+    if shared < 1 or kernel.width % (128 * shared):
+        raise ValueError(f"width {kernel.width} does not hold {shared} experts in multiples of 128")
+    probed, module = _locate()
     if probed.status == "unavailable":
         return KernelResult("not-run", probed.reason, {})
-    where = settings.device or torch.device("cuda")
-    check = _Check(module, settings, kernel.to(where), hidden_states.to(where))
+    where = torch.device(device)
+    check = _Check(module, shared, limit, kernel.to(where), source.to(where), x.to(where))
+    reference = fused_expert(check.x, check.source, limit)
     try:
-        if source:
-            source = source.to(where)
-            check.transform(source)
-        check.output(reference.to(where))
-        if source:
-            check.unpadded(source)
+        check.transform()
+        check.output(reference)
+        check.unpadded()
     except Exception as error:  # noqa: BLE001 - whatever compiled code and its JIT raise must not read as a verdict
         raised = f"DeepGEMM raised {_first_line(error)}"
         if not check.problems:
@@ -232,9 +212,9 @@ def pad_source(source: SourceLayout, width: int) -> tuple[Rows, Rows]:
         pad = torch.nn.functional.pad
         return pad(rows[0], (0, k, 0, n)), pad(rows[1], (0, k // GROUP, 0, n), value=ONE)
 
-    gate, up = (grow(read(0, source.width), extra, 0) for read in (source.gate_rows, source.up_rows))
+    gate, up = (grow(source.rows(role, 0, source.width), extra, 0) for role in (Role.GATE, Role.UP))
     l1 = torch.cat((gate[0], up[0])), torch.cat((gate[1], up[1]))
-    return l1, grow(source.down_rows(0, source.hidden), 0, extra)
+    return l1, grow(source.rows(Role.DOWN, 0, source.hidden), 0, extra)
 
 
 def deep_gemm_layout(module: Any, l1: Rows, l2: Rows) -> tuple[Pair, Pair]:
@@ -249,16 +229,18 @@ class _Check:
     """The checks of one shared expert, and what they measured; ``x`` BF16 ``[t, hidden]``."""
 
     module: Any
-    settings: KernelSettings
+    shared: int
+    limit: float | None
     kernel: KernelLayout
+    source: SourceLayout
     x: Tensor
     figures: Figures = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def transform(self, source: SourceLayout) -> None:
+    def transform(self) -> None:
         """Require the bytes that DeepGEMM's own transform makes of the padded source."""
         kernel = self.kernel
-        (l1_w, l1_sf), (l2_w, l2_sf) = deep_gemm_layout(self.module, *pad_source(source, kernel.width))
+        (l1_w, l1_sf), (l2_w, l2_sf) = deep_gemm_layout(self.module, *pad_source(self.source, kernel.width))
         self._compare("transform_l1_weight", kernel.l1_weight, l1_w.view(torch.uint8))
         self._compare("transform_l1_scale", kernel.l1_scale, l1_sf.T)
         self._compare("transform_l2_weight", kernel.l2_weight, l2_w.view(torch.uint8))
@@ -271,12 +253,13 @@ class _Check:
         if not error <= MAX_RELATIVE_L2:  # NaN included
             self.problems.append(f"relative L2 {error:.3g} against level 2, more than {MAX_RELATIVE_L2}")
 
-    def unpadded(self, source: SourceLayout) -> None:
+    def unpadded(self) -> None:
         """Require the same output bits of the padded and the unpadded expert, where this DeepGEMM takes the unpadded one."""
+        source = self.source
         if source.width == self.kernel.width:
             self.figures["unpadded"] = "not run: nothing was padded"
             return
-        if source.width % (128 * self.settings.shared_experts):
+        if source.width % (128 * self.shared):
             self.figures["unpadded"] = f"not run: width {source.width} is not a multiple of 128 per expert"
             return
         try:
@@ -299,7 +282,7 @@ class _Check:
 
     def _run(self, l1: Pair, l2: Pair) -> Tensor:
         """Call the kernel for the shared expert alone: BF16 ``[t, hidden]``, NaN wherever it wrote nothing."""
-        module, x, count = self.module, self.x, self.settings.shared_experts
+        module, x, count = self.module, self.x, self.shared
         tokens, hidden = x.shape
         width = l2[0].shape[1] // count
         codes, scale = quantize_input(x)
@@ -316,7 +299,7 @@ class _Check:
         buffer.shared_l1_acts_sf[shared_scale_rows(tokens, block_m).to(x.device)] = packed
         y = torch.full((tokens, hidden), torch.nan, dtype=torch.bfloat16, device=x.device)
         routed_l1, routed_l2 = _idle_experts(hidden, width, x.device)
-        module.fp8_fp4_mega_moe(y, routed_l1, routed_l2, buffer, l1, l2, activation_clamp=self.settings.limit, fast_math=False)
+        module.fp8_fp4_mega_moe(y, routed_l1, routed_l2, buffer, l1, l2, activation_clamp=self.limit, fast_math=False)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         buffer.destroy()

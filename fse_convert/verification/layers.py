@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,13 +30,13 @@ from fse_convert.verification.findings import (
     LayerCoverage,
     Sample,
 )
-from fse_convert.verification.kernel import KernelProbe, KernelResult, KernelSettings, check_kernel, probe
-from fse_convert.verification.numerics import NumericsResult, check_numerics, fused_expert, sample_hidden_states
+from fse_convert.verification.kernel import KernelProbe, KernelResult, check_kernel, probe
+from fse_convert.verification.numerics import NumericsResult, check_numerics, sample_hidden_states
 from fse_convert.verification.pieces import SourceTensors, block_scales
 from fse_convert.verification.storage import choose
-from fse_convert.verification.stream import InputFiles, input_files
+from fse_convert.verification.stream import InputFiles
 
-Pair = tuple[KernelLayout, SourceLayout]
+CPU = torch.device("cpu")
 WORKERS = max(1, min(4, os.cpu_count() or 1))
 """Layers computed at a time, at most."""
 BUDGET = 448 << 20
@@ -101,77 +100,64 @@ def check_layers(
     out: LocalFolder,
     *,
     sample: Sample | None = None,
-    device: torch.device | None = None,
+    device: torch.device = CPU,
     observe: Observer = ignore,
 ) -> NumericsSummary:
     """Run level 2 for every layer that must have the kernel layout, or for a sample of them. Raises OSError, EOFError."""
     limit = swiglu_limit(expected.source)
     experts = _choose(expected, sample)
 
-    def check(read: Callable[[], Pair]) -> NumericsResult | str:
-        try:
-            return check_numerics(*read(), tokens=TOKENS, seed=SEED, limit=limit, device=device)
-        except ValueError as e:
-            return str(e)
-
+    largest = max((e.width * e.group.hidden for e in experts), default=1)
+    workers = max(1, min(WORKERS, BUDGET // (BYTES_PER_ELEMENT * largest))) if device.type == "cpu" else 1
     layers = []
-    workers = 1 if device is not None and device.type != "cpu" else _workers(experts)
     with _reader(expected, out) as read, one_torch_thread(), ThreadPoolExecutor(workers) as pool:
-        for expert, answer in zip(experts, pool.map(check, [partial(read, e) for e in experts]), strict=True):
-            result, reason = (None, answer) if isinstance(answer, str) else (answer, answer.reason)
-            layers.append(LayerNumerics(expert.prefix, result, reason))
-            observe(Event(f"numerics of {expert.prefix}", done=True, how=READ_BACK))
+
+        def check(expert: KernelExpert) -> LayerNumerics:
+            x = sample_hidden_states(TOKENS, expert.group.hidden, SEED).to(device)
+            try:
+                result = check_numerics(*read(expert), x, limit)
+            except ValueError as e:
+                return LayerNumerics(expert.prefix, None, str(e))
+            return LayerNumerics(expert.prefix, result, result.reason)
+
+        for layer in pool.map(check, experts):
+            layers.append(layer)
+            observe(Event(f"numerics of {layer.name}", done=True, how=READ_BACK))
     return NumericsSummary(tuple(layers), expected.coverage(sample), limit)
 
 
-def _workers(experts: list[KernelExpert]) -> int:
-    """Return how many layers at a time the budget of memory allows."""
-    largest = max((e.width * e.group.hidden for e in experts), default=1)
-    return max(1, min(WORKERS, BUDGET // (BYTES_PER_ELEMENT * largest)))
-
-
 def run_kernel(
-    expected: ExpectedOutput,
-    out: LocalFolder,
-    *,
-    sample: Sample | None = None,
-    device: torch.device | None = None,
-    observe: Observer = ignore,
+    expected: ExpectedOutput, out: LocalFolder, *, sample: Sample | None = None, observe: Observer = ignore
 ) -> KernelSummary:
     """Run level 3 for every layer that must have the kernel layout, where there is a kernel. Raises OSError, EOFError."""
-    kernel = probe(device)
+    found = probe()
     experts = _choose(expected, sample)
     results: list[tuple[str, KernelResult]] = []
-    if kernel.status != "unavailable" and experts:
+    if found.status != "unavailable" and experts:
         limit, shared = swiglu_limit(expected.source), expected.plan.decision.n_shared
         with _reader(expected, out) as read:
             for expert in experts:
                 try:
-                    ours, theirs = read(expert)
+                    x = sample_hidden_states(TOKENS, expert.group.hidden, SEED)
+                    result = check_kernel(*read(expert), x, shared=shared, limit=limit)
                 except ValueError as e:
-                    results.append((expert.prefix, KernelResult("failed", str(e), {})))
-                else:
-                    x = sample_hidden_states(TOKENS, ours.hidden, SEED)
-                    reference = fused_expert(x, theirs, limit)
-                    settings = KernelSettings(shared_experts=shared, limit=limit, device=device)
-                    result = check_kernel(ours, x, reference, settings, source=theirs)
-                    results.append((expert.prefix, result))
+                    result = KernelResult("failed", str(e), {})
+                results.append((expert.prefix, result))
                 observe(Event(f"kernel of {expert.prefix}", done=True, how=READ_BACK))
-    status, reason, cause = _conclude(results, len(experts), kernel)
-    return KernelSummary(status, reason, cause, tuple(results), expected.coverage(sample), kernel)
+    status, reason, cause = _conclude(results, len(experts), found)
+    return KernelSummary(status, reason, cause, tuple(results), expected.coverage(sample), found)
 
 
-def _conclude(results: list[tuple[str, KernelResult]], wanted: int, kernel: KernelProbe) -> tuple[str, str, str]:
+def _conclude(results: list[tuple[str, KernelResult]], wanted: int, found: KernelProbe) -> tuple[str, str, str]:
     """Return status, reason and cause: a failure anywhere decides, then a layer that did not run."""
     if not wanted:
         return "not-run", NO_LAYERS, NO_LAYERS
     if not results:
-        return "not-run", kernel.reason, NO_KERNEL
+        return "not-run", found.reason, NO_KERNEL
     for status in ("failed", "not-run"):
         named = next(((name, r) for name, r in results if r.status == status), None)
         if named:
-            cause = "" if status == "failed" else KERNEL_RAISED if kernel.status == "ready" else NO_KERNEL
-            return status, f"{named[0]}: {named[1].reason}", cause
+            return status, f"{named[0]}: {named[1].reason}", "" if status == "failed" else KERNEL_RAISED
     return "passed", "", ""
 
 
@@ -181,14 +167,14 @@ def _choose(expected: ExpectedOutput, sample: Sample | None) -> list[KernelExper
 
 
 @contextmanager
-def _reader(expected: ExpectedOutput, out: LocalFolder) -> Iterator[Callable[[KernelExpert], Pair]]:
+def _reader(expected: ExpectedOutput, out: LocalFolder) -> Iterator[Callable[[KernelExpert], tuple[KernelLayout, SourceLayout]]]:
     """Give a function that reads an expert as both sides hold it; it raises ValueError for one that cannot be read."""
     source = expected.source
     places = {t.name: (s, t) for s in read_shards(out, shard_names(out))[0] for t in s.header.tensors}
-    with input_files(out.root) as ours, input_files(source.folder.root) as files:
+    with InputFiles(out.root) as ours, InputFiles(source.folder.root) as files:
         theirs = SourceTensors.of(source.checkpoint, files)
 
-        def read(expert: KernelExpert) -> Pair:
+        def read(expert: KernelExpert) -> tuple[KernelLayout, SourceLayout]:
             return _kernel(expert, places, ours), _source(expert, theirs)
 
         yield read

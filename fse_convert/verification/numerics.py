@@ -26,15 +26,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from fse_convert.errors import EnvironmentFailure, Problem
+from fse_convert.model.moe import Role
 from fse_convert.verification.addresses import GROUP, ONE, ExpertWeights, KernelLayout, Rows, SourceLayout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 E4M3_MAX = 448.0
 WORKING_SET = 48 << 20
@@ -116,15 +114,16 @@ def _chunks(n: int, row_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, n)) for start in range(0, n, step)]
 
 
-def _linear(x: Rows, read: Callable[[int, int], Rows], n: int) -> Tensor:
-    """Multiply ``x [t, k]`` by ``n`` rows, float64 ``[t, n]``: exact in each group, then added in the order of K."""
+def _linear(x: Rows, weights: ExpertWeights, role: Role) -> Tensor:
+    """Multiply ``x [t, k]`` by all ``n`` rows, float64 ``[t, n]``: exact in each group, then added in the order of K."""
     codes, scale = x
+    n = weights.hidden if role is Role.DOWN else weights.width
     tokens, groups = scale.shape
     x_gtk = decode_codes(codes).view(tokens, groups, GROUP).transpose(0, 1).contiguous()
     x_scale_gt = decode_scales(scale).T[:, :, None]
     out = torch.empty(tokens, n, dtype=torch.float64, device=codes.device)
     for start, stop in _chunks(n, 8 * groups * (GROUP + tokens)):
-        w_codes, w_scale = read(start, stop)
+        w_codes, w_scale = weights.rows(role, start, stop)
         w_gkn = decode_codes(w_codes).view(stop - start, groups, GROUP).permute(1, 2, 0)
         w_scale_gn = decode_scales(w_scale).T.contiguous()[:, None]
         products = torch.bmm(x_gtk, w_gkn).mul_(x_scale_gt).mul_(w_scale_gn)
@@ -158,10 +157,9 @@ class Trace:
 def trace_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) -> Trace:
     """Compute the fused expert for ``x`` BF16 ``[t, h]`` and keep every stage; memory grows with ``t``."""
     quantized = quantize_input(x)
-    gate = _linear(quantized, weights.gate_rows, weights.width)
-    up = _linear(quantized, weights.up_rows, weights.width)
+    gate, up = (_linear(quantized, weights, role) for role in (Role.GATE, Role.UP))
     codes, scale = requantize(swiglu(gate.float().bfloat16(), up.float().bfloat16(), limit))
-    return Trace(gate, up, codes, scale, _linear((codes, scale), weights.down_rows, weights.hidden))
+    return Trace(gate, up, codes, scale, _linear((codes, scale), weights, Role.DOWN))
 
 
 def fused_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) -> Tensor:
@@ -197,8 +195,8 @@ def exact_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) 
     hidden, width = weights.hidden, weights.width
     x_th = _dequantize(quantize_input(x))
     gate, up = (
-        torch.cat([x_th @ _dequantize(read(*rows)).T for rows in _chunks(width, 16 * hidden)], 1)
-        for read in (weights.gate_rows, weights.up_rows)
+        torch.cat([x_th @ _dequantize(weights.rows(role, *rows)).T for rows in _chunks(width, 16 * hidden)], 1)
+        for role in (Role.GATE, Role.UP)
     )
     if limit is not None:
         bound = float(torch.tensor(limit, dtype=torch.bfloat16))
@@ -209,7 +207,7 @@ def exact_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) 
     error = torch.maximum(a.abs() * relative, amax * (2 / E4M3_MAX) * 2**-10)  # the latter: half a subnormal step
     output, energy = [], torch.zeros(width, dtype=torch.float64, device=x.device)
     for rows in _chunks(hidden, 16 * width):
-        w_ns = _dequantize(weights.down_rows(*rows))
+        w_ns = _dequantize(weights.rows(Role.DOWN, *rows))
         output.append(a @ w_ns.T)
         energy += w_ns.square_().sum(0)
     return Exact(torch.cat(output, 1), math.sqrt(float((error.square() @ energy).sum())))
@@ -268,11 +266,12 @@ class NumericsResult:
         return "the kernel's bytes and the source's compute the same bits"
 
 
-def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Turn ``--device`` into a device: ``auto`` is CUDA where it works. Raises ValueError when CUDA is missing."""
+def pick_device(name: str) -> torch.device:
+    """Turn ``--device`` into a device: ``auto`` is CUDA where it works. Raises EnvironmentFailure when CUDA is missing."""
     available = name != "cpu" and torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ValueError(f"device cuda was asked for, but torch {torch.__version__} sees no usable CUDA device")
+        message = f"device cuda was asked for, but torch {torch.__version__} sees no usable CUDA device"
+        raise EnvironmentFailure(Problem("no-cuda", message, "--device", "leave --device away: numerics run on the CPU too"))
     return torch.device("cuda" if available else "cpu")
 
 
@@ -305,12 +304,12 @@ def _padding(kernel: KernelLayout, ours: Trace, s: int) -> list[Difference]:
     """Compare everything beyond source width ``s`` with what it must be: the layout's bytes, and what the run made of them."""
     g = s // GROUP
     different = []
-    for name, read in (("gate", kernel.gate_rows), ("up", kernel.up_rows)):
-        codes, scale = read(s, kernel.width)
-        different += _difference(f"{name} weight padding (channel, hidden)", codes, 0, (s, 0))
-        different += _difference(f"{name} scale padding (channel, group)", scale, ONE, (s, 0))
+    for role in (Role.GATE, Role.UP):
+        codes, scale = kernel.rows(role, s, kernel.width)
+        different += _difference(f"{role.value} weight padding (channel, hidden)", codes, 0, (s, 0))
+        different += _difference(f"{role.value} scale padding (channel, group)", scale, ONE, (s, 0))
     for start, stop in _chunks(kernel.hidden, 16 * kernel.width):
-        codes, scale = kernel.down_rows(start, stop)
+        codes, scale = kernel.rows(Role.DOWN, start, stop)
         different += _difference("down weight padding (hidden, channel)", codes[:, s:], 0, (start, s))
         different += _difference("down scale padding (hidden, group)", scale[:, g:], ONE, (start, g))
     different += _difference("activation codes in padding (token, channel)", ours.codes[:, s:], 0, (0, s))
@@ -318,21 +317,12 @@ def _padding(kernel: KernelLayout, ours: Trace, s: int) -> list[Difference]:
     return different
 
 
-def check_numerics(
-    kernel: KernelLayout,
-    source: SourceLayout,
-    hidden_states: Tensor | None = None,
-    *,
-    tokens: int = 32,
-    seed: int = 0,
-    limit: float | None = None,
-    device: torch.device | None = None,
-) -> NumericsResult:
+def check_numerics(kernel: KernelLayout, source: SourceLayout, x: Tensor, limit: float | None = None) -> NumericsResult:
     """Prove that the kernel's bytes compute what the source does, bit for bit, and close to the exact expert.
 
-    ``hidden_states``: BF16 ``[t, hidden]``, by default `sample_hidden_states` of ``tokens`` and ``seed``. ``limit``:
-    the model's SwiGLU limit. The float64 sums are compared as well as the output: one changed weight may drown in BF16
-    and FP8 on its way to the output, but not before. Memory beside the weights: about 150 MiB for up to 256 tokens.
+    ``x``: hidden states BF16 ``[t, hidden]``, on the device that computes. ``limit``: the model's SwiGLU limit.
+    The float64 sums are compared as well as the output: one changed weight may drown in BF16 and FP8 on its way to the
+    output, but not before. Memory beside the weights: about 150 MiB for up to 256 tokens.
 
     The bound on `relative_l2` is ``hypot(2**-4, noise / norm) + 2**-9``: requantisation errors may agree (all channels
     at the limit: at most half a step of E4M3), be independent (`exact_expert`'s noise, which grows with cancellation in
@@ -343,10 +333,7 @@ def check_numerics(
     """
     if kernel.hidden != source.hidden or kernel.width < source.width:
         raise ValueError(f"kernel {kernel.hidden}x{kernel.width} cannot hold source {source.hidden}x{source.width}")
-    where = device or torch.device("cpu")
-    kernel, source = kernel.to(where), source.to(where)
-    x = sample_hidden_states(tokens, source.hidden, seed) if hidden_states is None else hidden_states
-    x = x.to(where)
+    kernel, source = kernel.to(x.device), source.to(x.device)
     ours, expected = trace_expert(x, kernel, limit), trace_expert(x, source, limit)
     exact = exact_expert(x, source, limit)
     output = _difference("output (token, hidden)", ours.y.view(torch.int16), expected.y.view(torch.int16))
@@ -358,5 +345,5 @@ def check_numerics(
         finite=all(bool(t.isfinite().all()) for t in (ours.y, expected.y, exact.output)),
         relative_l2=relative_l2(ours.y, exact.output),
         bound=math.hypot(HALF_STEP, exact.noise / norm if norm else 0.0) + BF16_HALF_STEP,
-        device=str(where),
+        device=str(x.device),
     )

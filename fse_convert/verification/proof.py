@@ -1,4 +1,4 @@
-"""The levels of the proof as one answer, for the report and for the manifest."""
+"""The levels of the proof as one answer: for the report, for the manifest, and as the exit code of ``fse-convert verify``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import MANIFEST
-from fse_convert.errors import EnvironmentFailure, ExitCode, InvalidCheckpoint, Problem, VerificationFailure, environment
+from fse_convert.errors import ExitCode, InvalidCheckpoint, Problem, VerificationFailure, environment
 from fse_convert.plan.plan import Plan
 from fse_convert.plan.source import Source, open_source
 from fse_convert.progress import Observer
@@ -18,16 +18,10 @@ from fse_convert.verification.manifest import OutputManifest, numerics_record, s
 from fse_convert.verification.storage import Output, damaged, prove_alone, prove_storage
 
 if TYPE_CHECKING:
-    import torch
-
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
 
 SHOWN = 10
 """Mismatches that an error message lists."""
-
-
-class NoDevice(Exception):
-    """The device that was asked for is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,7 @@ class Proof:
 
     @property
     def exit_code(self) -> ExitCode:
-        """1 when something is wrong or the level had nothing to run on, 4 when this machine cannot run it, else 0."""
+        """What ``verify`` exits with: 1 when something is wrong or had nothing to run on, 4 when this machine cannot run it."""
         if self.failed or self.nothing_to_run_on:
             return ExitCode.NO
         return ExitCode.ENVIRONMENT if self.unavailable else ExitCode.OK
@@ -88,40 +82,33 @@ def _kernel_record(summary: KernelSummary) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class ProofOptions:
-    """How to prove. ``sample``: how many tensors, and layers, to look at; None for all.
+def prove(plan: Plan, out: LocalFolder, draft: Manifest, level: Level, workers: int, observe: Observer) -> Proof:
+    """Prove the output of a plan before its manifest is written, on the CPU; a level that fails is the last.
 
-    ``device``: ``auto``, ``cpu`` or ``cuda``, for numerics. ``workers``: files read at a time. ``fail_fast``: no second level
-    if the first one fails.
+    ``workers``: files read at a time. Raises OSError, EOFError.
     """
-
-    level: Level
-    sample: Sample | None = None
-    device: str = "cpu"
-    workers: int | None = None
-    fail_fast: bool = False
+    output = Output(out, OutputManifest(draft, draft.value()), workers=workers)
+    return _prove(output, plan.source, plan, level, "cpu", observe)
 
 
-def prove(plan: Plan, out: LocalFolder, draft: Manifest, options: ProofOptions, observe: Observer) -> Proof:
-    """Prove the output of a plan, up to a level, before its manifest is written; see `_prove`."""
-    output = Output(out, OutputManifest(draft, draft.value()), options.sample, options.workers)
-    return _prove(output, plan.source, plan, options, observe)
+def _prove(output: Output, source: Source, plan: Plan | None, level: Level, device: str, observe: Observer) -> Proof:
+    """Prove an output against its source. ``plan``: None for an output that was published.
 
-
-def _prove(output: Output, source: Source, plan: Plan | None, options: ProofOptions, observe: Observer) -> Proof:
-    """Prove an output against its source. Raises OSError, EOFError, and NoDevice before anything is read."""
-    level, sample, out = options.level, options.sample, output.folder
-    device = _device(options.device) if level.rank >= Level.NUMERICS.rank else None
-    storage, expected = prove_storage(output, source, plan, observe)
-    if device is None or expected is None or (options.fail_fast and not storage.passed):
-        return Proof(level, storage)
+    Raises OSError, EOFError, and EnvironmentFailure for a device that is not there, before anything is read.
+    """
+    if level.rank < Level.NUMERICS.rank:
+        return Proof(level, prove_storage(output, source, plan, observe)[0])
     from fse_convert.verification.layers import check_layers, run_kernel
+    from fse_convert.verification.numerics import pick_device
 
-    numerics = check_layers(expected, out, sample=sample, device=device, observe=observe)
-    if level is not Level.KERNEL or (options.fail_fast and numerics.status == "failed"):
+    where = pick_device(device)
+    storage, expected = prove_storage(output, source, plan, observe)
+    if expected is None or (plan and not storage.passed):
+        return Proof(level, storage)
+    numerics = check_layers(expected, output.folder, sample=output.sample, device=where, observe=observe)
+    if level is not Level.KERNEL or (plan and numerics.status == "failed"):
         return Proof(level, storage, numerics)
-    return Proof(level, storage, numerics, run_kernel(expected, out, sample=sample, observe=observe))
+    return Proof(level, storage, numerics, run_kernel(expected, output.folder, sample=output.sample, observe=observe))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +116,7 @@ class Check:
     """A request to verify: the output, its source if there is one, and how far to go.
 
     ``level``: None for as far as there is something to run on, short of the kernel. ``sample``: look at a part only.
-    ``strict``: see `Output`.
+    ``device``: ``auto``, ``cpu`` or ``cuda``, for numerics. ``strict``: see `Output`.
     """
 
     out: Path
@@ -186,22 +173,8 @@ def verify(check: Check, observe: Observer) -> Proof:
             return Proof(level, damaged(e, "source" if source else "manifest"))
         if source is None:
             return Proof(level, prove_alone(output, observe))
-        options = ProofOptions(level=level, sample=check.sample, device=check.device)
-        try:
-            proof = _prove(output, source, None, options, observe)
-        except NoDevice as e:
-            hint = "leave --device away: numerics run on the CPU too"
-            raise EnvironmentFailure(Problem("no-cuda", str(e), "--device", hint)) from e
+        proof = _prove(output, source, None, level, check.device, observe)
     return replace(proof, level=Level.STORAGE) if check.level is None and proof.nothing_to_run_on else proof
-
-
-def _device(name: str) -> torch.device:
-    from fse_convert.verification.numerics import pick_device
-
-    try:
-        return pick_device(name)  # type: ignore[arg-type]
-    except ValueError as e:
-        raise NoDevice(str(e)) from e
 
 
 def refuse_failed(proof: Proof) -> None:

@@ -57,8 +57,8 @@ from fse_convert.verification.manifest import (
     source_mismatches,
     tool_note,
 )
-from fse_convert.verification.pieces import Comparison, SourceTensors, block_scales, main_pieces, plain_pieces, sidecar_pieces
-from fse_convert.verification.stream import FileReport, Piece, input_files, walk
+from fse_convert.verification.pieces import Comparison, SourceTensors, block_scales, plain_pieces, shard_pieces
+from fse_convert.verification.stream import FileReport, InputFiles, Piece, walk
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read at a time: each keeps one core busy with comparing and one with SHA-256."""
@@ -203,7 +203,7 @@ def _comparable(
 def _inexact(source: Source, experts: Iterable[KernelExpert]) -> list[Mismatch]:
     """Find experts whose FP32 scales the kernel layout cannot hold, by prefix."""
     mismatches = []
-    with input_files(source.folder.root) as files:
+    with InputFiles(source.folder.root) as files:
         tensors = SourceTensors.of(source.checkpoint, files)
         for expert in experts:
             for role in Role:
@@ -266,7 +266,7 @@ def _read_back(
     added = findings.edited if stated is None else findings.edited - stated.keys()
     jobs = [job for job in _jobs(output.folder, comparison, opened, chosen) if job.name not in added]
     for report in _run(jobs, output.folder.root, comparison, output.workers or WORKERS, observe):
-        findings.extend(report.findings)
+        findings.add(*report.mismatches)
         coverage.bytes += report.compared
         coverage.files += 1
         tensors.update(report.tensors)
@@ -298,10 +298,9 @@ class _Job:
 
 
 def _jobs(out: LocalFolder, comparison: Comparison, opened: _Opened, chosen: set[str] | None) -> Iterator[_Job]:
-    for shards, pieces in ((opened.shards, main_pieces), (opened.sidecar, sidecar_pieces)):
-        for shard in shards:
-            if chosen is None or any(t.name in chosen for t in shard.header.tensors):
-                yield _Job(shard.name, partial(pieces, comparison, shard, chosen), chosen is None)
+    for shard in (*opened.shards, *opened.sidecar):
+        if chosen is None or any(t.name in chosen for t in shard.header.tensors):
+            yield _Job(shard.name, partial(shard_pieces, comparison, shard, chosen), chosen is None)
     known = {s.name for s in (*opened.shards, *opened.sidecar)} | {MANIFEST}
     for name, size in out.files.items():
         if name not in known:
@@ -316,7 +315,7 @@ def _run(jobs: list[_Job], out: Path, comparison: Comparison, workers: int, obse
             observe(event)
 
     def run(job: _Job) -> FileReport:
-        with input_files(out) as ours, input_files(comparison.root) as theirs:
+        with InputFiles(out) as ours, InputFiles(comparison.root) as theirs:
             source = SourceTensors.of(comparison.checkpoint, theirs)
             return walk(ours, job.name, job.pieces(source), report, whole=job.whole)
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Protocol
 
 import xxhash
 
 from fse_convert.output.copying import read_into
 from fse_convert.progress import Event, Observer
-from fse_convert.verification.findings import READ_BACK, Findings, Mismatch, hexadecimal
+from fse_convert.verification.findings import READ_BACK, Mismatch, hexadecimal
 
 CHUNK = 2 << 20
 """Bytes that are read and compared at once."""
@@ -44,23 +42,17 @@ class Memory:
         return memoryview(buffer)[:size]
 
 
-class Expect(Protocol):
-    """Gives the bytes that a piece must hold, and whether a byte of it is padding."""
-
-    def __call__(self, memory: Memory) -> memoryview:
-        """Return the expected bytes."""
-
-    def is_padding(self, at: int) -> bool:
-        """Tell whether byte ``at`` of the piece is padding."""
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of a file: where it starts, how its bytes divide among tensors (name, bytes), and what they must be."""
+    """A range of a file: where it starts, how its bytes divide among tensors (name, bytes), and what they must be.
+
+    ``is_padding``: whether the byte at an offset of the file is padding.
+    """
 
     start: int
     parts: tuple[tuple[str, int], ...]
-    expect: Expect | None = None
+    expect: Callable[[Memory], memoryview] | None = None
+    is_padding: Callable[[int], bool] = lambda _: False
 
     @property
     def size(self) -> int:
@@ -73,7 +65,7 @@ class FileReport:
     """What one pass found: mismatches, digests, and the bytes that were compared."""
 
     name: str
-    findings: Findings = field(default_factory=Findings)
+    mismatches: list[Mismatch] = field(default_factory=list)
     tensors: dict[str, str] = field(default_factory=dict)
     compared: int = 0
     size: int = 0
@@ -81,7 +73,7 @@ class FileReport:
 
 
 class InputFiles:
-    """Descriptors of files being read, opened when first needed; several threads may read at once."""
+    """Descriptors of files being read, opened when first needed and closed by ``with``; several threads may read at once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -89,11 +81,12 @@ class InputFiles:
         self.asked: dict[str, tuple[int, int]] = {}
         self.lock = Lock()
 
-    def close(self) -> None:
-        """Close all of them."""
+    def __enter__(self) -> InputFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for fd in self.open.values():
             os.close(fd)
-        self.open.clear()
 
     def read(self, name: str, offset: int, into: memoryview) -> memoryview:
         """Fill a buffer from a file at ``offset``; raises EOFError when the file ends early."""
@@ -112,16 +105,6 @@ class InputFiles:
             begin = end if start <= offset <= end else offset
             os.posix_fadvise(fd, begin, offset + AHEAD - begin, os.POSIX_FADV_WILLNEED)
             self.asked[name] = (offset, offset + AHEAD)
-
-
-@contextmanager
-def input_files(root: Path) -> Iterator[InputFiles]:
-    """Open `InputFiles` and close them afterwards."""
-    files = InputFiles(root)
-    try:
-        yield files
-    finally:
-        files.close()
 
 
 class _Sha256:
@@ -165,7 +148,7 @@ def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer,
     ``whole``: the pieces make up the file, so that its SHA-256 is meaningful. Raises OSError, EOFError.
     """
     report = FileReport(name)
-    tensors = _TensorHashes(report.tensors)
+    hashed, digest = "", xxhash.xxh3_128()
     memory = Memory()
     mismatches: dict[str, Mismatch] = {}
     with _Sha256() as sha:
@@ -174,7 +157,13 @@ def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer,
             buffer = sha.take(size)
             view = memoryview(buffer)[:size]
             out.read(name, piece.start, view)
-            tensors.update(piece, view)
+            at = 0
+            for tensor, part in piece.parts:
+                if tensor != hashed:
+                    hashed, digest = tensor, xxhash.xxh3_128()
+                digest.update(view[at : at + part])
+                report.tensors[tensor] = digest.hexdigest()
+                at += part
             if piece.expect is not None:
                 expected = piece.expect(memory)
                 if not buffer.startswith(expected, 0, size) or len(expected) != size:
@@ -183,33 +172,11 @@ def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer,
             report.size += size
             sha.give(buffer, size)
             observe(Event(name, size, how=READ_BACK))
-    tensors.finish()
-    report.findings.add(*mismatches.values())
+    report.tensors.pop("", None)
+    report.mismatches = list(mismatches.values())
     report.sha256 = sha.hash.hexdigest() if whole else ""
     observe(Event(name, done=True, how=READ_BACK))
     return report
-
-
-class _TensorHashes:
-    """XXH3-128 of each tensor, from pieces in file order."""
-
-    def __init__(self, into: dict[str, str]) -> None:
-        self.into = into
-        self.name = ""
-        self.hash = xxhash.xxh3_128()
-
-    def update(self, piece: Piece, view: memoryview) -> None:
-        at = 0
-        for name, size in piece.parts:
-            if name != self.name:
-                self.finish()
-                self.name, self.hash = name, xxhash.xxh3_128()
-            self.hash.update(view[at : at + size])
-            at += size
-
-    def finish(self) -> None:
-        if self.name:
-            self.into[self.name] = self.hash.hexdigest()
 
 
 def _locate(name: str, piece: Piece, view: memoryview, expected: memoryview, mismatches: dict[str, Mismatch]) -> None:
@@ -221,16 +188,10 @@ def _locate(name: str, piece: Piece, view: memoryview, expected: memoryview, mis
     for tensor, size in piece.parts:
         wrong = (ours[at : at + size] != theirs[at : at + size]).nonzero().flatten()
         if len(wrong):
-            known = mismatches.get(tensor)
             first = at + int(wrong[0])
-            is_padding = piece.expect is not None and piece.expect.is_padding(first)
-            mismatches[tensor] = Mismatch(
-                known.code if known else "padding" if is_padding else "bytes",
-                name,
-                tensor,
-                known.offset if known else piece.start + first,
-                known.expected if known else hexadecimal(expected[first : first + 1]),
-                known.found if known else hexadecimal(view[first : first + 1]),
-                (known.count if known else 0) + len(wrong),
-            )
+            offset = piece.start + first
+            want, got = (hexadecimal(side[first : first + 1]) for side in (expected, view))
+            new = Mismatch("padding" if piece.is_padding(offset) else "bytes", name, tensor, offset, want, got)
+            known = mismatches.get(tensor, new)
+            mismatches[tensor] = replace(known, count=known.count + len(wrong))
         at += size

@@ -64,12 +64,24 @@ def test_another_form_of_the_same_tensors_is_not_said_to_be_removable(source: Ma
     assert "remove" not in note.message + note.hint
 
 
-def test_tensors_of_no_name_of_this_model_are_left_out(source: Make) -> None:
+@pytest.mark.parametrize(
+    ("names", "foreign"),
+    [
+        (["base_model.model.layers.0.q_proj.lora_A.weight"], True),
+        (["transformer.h.0.attn.c_attn.weight", "output.weight"], True),
+        (["lm_head.weight"], False),
+        (["layers.1.eh_proj.weight"], False),
+        (["model.layers.1.ffn.gate.weight"], False),
+        (["mtp.1.hnorm.weight"], False),
+        (["x.0.y", "layers.7.ffn.gate.weight"], False),
+    ],
+)
+def test_only_what_cannot_be_this_models_is_left_out(names: list[str], foreign: bool, source: Make) -> None:
     root = source()
-    save(root / "extra.safetensors", **{"base_model.layers.0.q_proj.lora_A.weight": Stored("BF16", [4], bytes(8))})
+    save(root / "extra.safetensors", **dict.fromkeys(names, Stored("BF16", [4], bytes(8))))
     found = read(root)
-    assert found.problems == ()
-    assert [n.code for n in found.checkpoint.notes] == ["left-out"]
+    assert [p.code for p in found.problems] == ([] if foreign else ["shard-unlisted"])
+    assert [n.code for n in found.checkpoint.notes] == (["left-out"] if foreign else [])
 
 
 def test_a_shard_that_the_index_forgot_is_never_to_be_removed(source: Make) -> None:

@@ -112,8 +112,9 @@ def test_an_output_without_digests(root: Path, output: Make, tmp_path: Path, run
 @pytest.mark.parametrize(
     "change",
     [
-        append("tokenizer_config.json"), append("config.json"), append("inference/config.json"), append("encoding/encoding_dsv4.py"),
-        add("notes.txt"), add("modeling.py"), add("fse/README.md"), add("extra.safetensors"), remove("tokenizer_config.json"),
+        append("tokenizer_config.json"), append("config.json"), append("inference/config.json"),
+        append("encoding/encoding_dsv4.py"), add("notes.txt"), add("modeling.py"), add("fse/README.md"), add("extra.safetensors"),
+        remove("tokenizer_config.json"),
     ],
     ids=["tokenizer", "config", "inference config", "code", "text", "code added", "in fse/", "a shard", "tokenizer removed"],
 )  # fmt: skip

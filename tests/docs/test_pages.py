@@ -48,7 +48,7 @@ def test_the_page_of_codes_is_the_data(make: ModuleType) -> None:
 
 def test_the_picture_of_inspect_is_a_real_run(make: ModuleType, tmp_path: Path) -> None:
     shown = lines((DOCS / "inspect.svg").read_text(encoding="utf-8"))
-    assert "vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as it is." in shown
+    assert "NVIDIA MegaMoE: vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as is." in shown
     assert shown == lines(make.screen(make.example(tmp_path)))
     assert "docs/inspect.svg" in README.read_text(encoding="utf-8")
 

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from fse_convert.conversion.run import Conversion, Request
+from fse_convert.conversion.run import Conversion
 from fse_convert.errors import FseConvertError
 from fse_convert.output.copying import Link
-from fse_convert.plan.plan import Options
 from fse_convert.progress import Event, Observer
 from fse_convert.restoration import Restoration
-from fse_convert.servers.targets import find_target
 from fse_convert.verification.findings import Level
+from tests.faults.adversary import SCENARIOS, Digest, Ground, Scenario, add, append, flip, remove, replace, request
 
-Digest = Callable[[Path], dict[str, str]]
-Golden = dict[Level, tuple[dict[str, str], int]]
-"""Digests of an undisturbed output, and how many events it takes, by level."""
+MINUTES = float(os.environ.get("FSE_ADVERSARY_MINUTES", "0"))
+"""How long each scenario goes on with new seeds: FSE_ADVERSARY_MINUTES=3 pytest tests/faults/test_disturbed.py -k adversary."""
+SEEDS = 12
 
 
-def request(source: Path, out: Path, level: Level = Level.STORAGE, link: Link = Link.AUTO, target: str = "megamoe-512") -> Request:
-    found = find_target(target)
-    assert found
-    return Request(source=source, out=out, options=Options(found), verify=level, link=link, workers=1)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
+def test_an_adversary_gets_the_golden_bytes_or_no_output(scenario: Scenario, tiny: Path, ram_path: Path, digest: Digest) -> None:
+    """The short campaign has the same seeds every time, the long one goes on where the clock stood."""
+    ground = Ground(scenario, tiny, ram_path, digest)
+    ends = Counter(ground.disturbed(seed) for seed in range(SEEDS))
+    seed, until = time.time_ns(), time.monotonic() + 60 * MINUTES
+    while time.monotonic() < until:
+        ends[ground.disturbed(seed)] += 1
+        seed += 1
+    print(f"{scenario.name}: {ends.total()} runs over {ground.steps} steps: {dict(ends)}")
+    assert len(ends) > 1
 
 
 def at(number: int, act: Callable[[], None]) -> Observer:
@@ -48,107 +54,6 @@ def count(source: Path, out: Path, level: Level, link: Link = Link.AUTO) -> int:
     Conversion(request(source, out, level, link)).run(events.append)
     shutil.rmtree(out)
     return len(events)
-
-
-def pick(folder: Path, which: int) -> Path | None:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return files[which % len(files)] if files else None
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-def rename(path: Path) -> None:
-    path.rename(path.with_name(path.name + ".away"))
-
-
-def append(path: Path) -> None:
-    with path.open("ab") as f:
-        f.write(b"x")
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def replace(path: Path) -> None:
-    """Another file of the same size in its place."""
-    other = path.with_name(path.name + ".new")
-    other.write_bytes(bytes(path.stat().st_size))
-    other.replace(path)
-
-
-def flip(path: Path) -> None:
-    """Another byte at the end, in place."""
-    raw = path.read_bytes()
-    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if raw else b"x")
-
-
-def add(path: Path) -> None:
-    path.with_name("stray.safetensors").write_bytes(b"stray")
-
-
-FILE_ACTS = [remove, rename, append, truncate, replace, flip, add]
-SAME_SIZE = [replace, flip]
-"""What shows in bytes alone: `--verify none` reads nothing back, and says so."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", [Level.NONE, Level.STORAGE])
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_an_adversary_gets_the_golden_bytes_or_no_output(
-    level: Level,
-    data: st.DataObject,
-    tiny: Path,
-    ram: Path,
-    digest: Digest,
-    golden_by_level: dict[Level, tuple[dict[str, str], int]],
-) -> None:
-    golden, events = golden_by_level[level]
-    work = Path(ram / "adversary")
-    shutil.rmtree(work, ignore_errors=True)
-    source, home = work / "source", work / "home"
-    shutil.copytree(tiny, source)
-    home.mkdir()
-    out = home / "out"
-    staging = home / ".out.fse-partial"
-    number, which = data.draw(st.integers(1, events), "event"), data.draw(st.integers(0, 30), "file")
-    place = data.draw(st.sampled_from(["source", "staged", "staging", "parent"]), "place")
-    acts = [a for a in FILE_ACTS if level is not Level.NONE or a not in SAME_SIZE]
-    touch, whole = data.draw(st.sampled_from(acts), "act"), data.draw(st.booleans(), "remove the folder")
-
-    def act() -> None:
-        if place in ("source", "staged"):
-            path = pick(source if place == "source" else staging / "output", which)
-            if path:
-                touch(path)
-        else:
-            folder = staging if place == "staging" else home
-            if whole:
-                shutil.rmtree(folder)
-            else:
-                folder.rename(folder.with_name(folder.name + ".away"))
-
-    try:
-        Conversion(request(source, out, level)).run(at(number, act))
-    except FseConvertError:
-        assert not out.exists()
-    else:
-        wrong = {n for n, d in digest(out).items() if golden.get(n) != d} | (golden.keys() - digest(out).keys())
-        assert wrong == set()
-
-
-@pytest.fixture(scope="session")
-def golden_by_level(tiny: Path, ram: Path, digest: Digest) -> Golden:
-    known = {}
-    for level in (Level.NONE, Level.STORAGE):
-        events: list[Event] = []
-        out = ram / f"golden-{level.value}"
-        Conversion(request(tiny, out, level)).run(events.append)
-        known[level] = (digest(out), len(events))
-    return known
 
 
 @pytest.mark.parametrize("level", [Level.NONE, Level.STORAGE], ids=lambda level: level.value)
@@ -197,6 +102,8 @@ def test_a_staging_folder_with_nothing_but_an_output_is_known(
     [
         pytest.param("staged", remove, "staging-lost", id="a restored shard is removed"),
         pytest.param("staged", append, "staging-lost", id="a restored shard grows"),
+        pytest.param("staged", replace, "staging-lost", id="a restored shard is replaced by one of its size"),
+        pytest.param("staged", flip, "staging-lost", id="a byte of a restored shard is flipped"),
         pytest.param("staged", add, "staging-lost", id="a file is added"),
         pytest.param("out", append, "source-changed", id="the output that is restored from grows"),
         pytest.param("out", add, "source-changed", id="a file is added to the output that is restored from"),

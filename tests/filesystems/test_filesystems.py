@@ -16,7 +16,7 @@ from fse_convert.errors import EnvironmentFailure
 from fse_convert.output.copying import Link
 from fse_convert.progress import Event
 from fse_convert.verification.findings import Level
-from tests.faults.test_disturbed import request
+from tests.faults.adversary import request
 from tests.filesystems.conftest import LARGE, Disks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filesystems]

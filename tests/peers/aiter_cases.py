@@ -9,6 +9,7 @@ from fse_convert.servers.aiter.families import AITER_FAMILIES
 FAMILIES = {family.name: family for family in AITER_FAMILIES if family.since}
 CLASSES = {
     "DeepSeek-V4": "models/deepseek_v4/amd/model.py:DeepseekV4ForCausalLM",
+    "DeepSeek-V4 (vision)": "models/deepseek_v4/amd/model.py:DeepseekV4ForCausalLM",  # the text model inside configures again
     "DeepSeek-V4.1": "models/deepseek_v41/amd/vl_model.py:DeepseekV41ForCausalLM",
     "DeepSeek-V3": "model_executor/models/deepseek_v2.py:DeepseekV3ForCausalLM",
     "GLM-4-MoE": "model_executor/models/glm4_moe.py:Glm4MoeForCausalLM",
@@ -24,7 +25,7 @@ CLASSES = {
     "AXK1": "model_executor/models/AXK1.py:AXK1ForCausalLM",
     "Alice AI": "model_executor/models/alice_ai.py:AliceAIForCausalLM",
 }
-TYPES = {"DeepSeek-V4": "deepseek_v4", "DeepSeek-V4.1": "deepseek_v41"}
+TYPES = {"DeepSeek-V4": "deepseek_v4", "DeepSeek-V4 (vision)": "deepseek_v4", "DeepSeek-V4.1": "deepseek_v41"}
 LAYERS = 43
 
 # Schemes ---------------------------------------------------------------------------------------------------------------------
@@ -231,11 +232,11 @@ def case(name: str, scheme: dict[str, Any] | None, label: str, index: int = 3, *
     config |= {"text_config": {"model_type": "deepseek_v41_text", **sizes}} if name == "DeepSeek-V4.1" else sizes
     if scheme is not None:
         config["quantization_config"] = scheme
-        if name == "DeepSeek-V4" and "expert_dtype" in scheme:
+        if TYPES.get(name) == "deepseek_v4" and "expert_dtype" in scheme:
             config["expert_dtype"] = scheme["expert_dtype"]
     mtp = more.pop("mtp", None)
     block = family.block.format(index=index) if mtp is None else family.mtp_block.format(k=mtp, next=LAYERS + mtp)
-    more = {"mtp": 3 if mtp is not None and family.mtp_names else None, "mtp_layer": mtp} | more
+    more = {"mtp": 3 if mtp is not None and family.v4 else None, "mtp_layer": mtp} | more
     config |= more.pop("config", {})
     made = {
         "id": f"{name}/{label}",
@@ -259,7 +260,38 @@ def grid() -> list[dict[str, Any]]:
             case(name, {**QUARK, "layer_quant_config": value}, f"quark-layers/{label}")
             for label, value in layer_schemes(name, 3).items()
         ]
+    cases += [nested(name, label, scheme) for name in FAMILIES for label, scheme in (("fp8", FP8), ("quark", QUARK))]
     return cases + deepseek_grid() + mega_moe_grid() + odd_cases()
+
+
+def nested(name: str, label: str, scheme: dict[str, Any]) -> dict[str, Any]:
+    """A drafter layer of a model that has its sizes in ``text_config``."""
+    made = case(name, scheme, f"nested/{label}", mtp=0)
+    text = {**made["config"].get("text_config", {}), "num_hidden_layers": LAYERS, "n_shared_experts": 1}
+    config = {**without(made["config"], *text), "model_type": made["config"]["model_type"], "text_config": text}
+    return made | {"config": config, "mtp": None}
+
+
+MODULES = ("attn.wq_a", "attn.wkv", "attn.wo_b", "attn.indexer.wq_b", "ffn.shared_experts.w1")
+
+
+def quark_modules() -> list[dict[str, Any]]:
+    """Quark's schemes of FP8 modules, spelled in several ways, for a decoder layer and the drafter's second."""
+
+    def spelled(at: str, way: str) -> list[str]:
+        exact = [f"{at}.{m}" for m in MODULES]
+        return {"exact": exact, "regex": [rf"re:{at}\..*"], "glob": [f"{at}.*"], "any": ["*attn*", "*shared*"]}[way]
+
+    cases = []
+    for mtp, at in ((None, "layers.3"), (1, "mtp.1")):
+        for way in ("exact", "regex", "glob", "any"):
+            for also in ("", f"layers.{LAYERS + 1}"):
+                names = spelled(at, way) + (spelled(also, way) if also else [])
+                server = f"model.layers.{3 if mtp is None else LAYERS + mtp}"
+                more = {"modules": [f"{server}.{m}" for m in MODULES], "stored": [f"{at}.{m}" for m in MODULES]}
+                scheme = {**QUARK, "layer_quant_config": dict.fromkeys(names, FP8_BLOCK)}
+                cases.append(case("DeepSeek-V4", scheme, f"modules/{at}/{way}/{also}", mtp=mtp, **more))
+    return cases
 
 
 def deepseek_grid() -> list[dict[str, Any]]:
@@ -283,6 +315,9 @@ def deepseek_grid() -> list[dict[str, Any]]:
             cases.append(case(name, {**QUARK, "layer_quant_config": named}, f"quark-named/{where}", index, mtp=mtp))
             cases.append(case(name, {**QUARK, "exclude": list(named)}, f"quark-exclude-named/{where}", index, mtp=mtp))
             cases.append(case(name, {**FP8, "ignored_layers": list(named)}, f"fp8-named/{where}", index, mtp=mtp))
+            twins = {key.replace(f"mtp.{mtp}.", f"layers.{LAYERS + (mtp or 0)}."): FP8_BLOCK for key in named}
+            for label, layers in (("twins", named | twins), ("globs", {f"mtp.{mtp}.ffn.shared_experts*": FP8_BLOCK})):
+                cases.append(case(name, {**QUARK, "layer_quant_config": layers}, f"quark-{label}/{where}", index, mtp=mtp))
         for label, dtype in (("fp4", "fp4"), ("fp8", "fp8"), ("odd", "bf16"), ("null", None)):
             cases.append(case(name, FP8, f"top-expert-dtype/{label}", config={"expert_dtype": dtype}))
         cases.append(case(name, {**FP8, "expert_dtype": "fp8"}, "expert-dtype-conflict", config={"expert_dtype": "fp4"}))

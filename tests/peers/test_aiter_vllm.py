@@ -22,9 +22,10 @@ import pytest
 from fse_convert.model.quantization import read_quantization
 from fse_convert.servers.aiter.question import AiterQuestion, AiterTarget, ask_aiter, judge, judge_model, judge_mtp_layer
 from fse_convert.servers.aiter.vllm_config import RELEASES
+from fse_convert.servers.hazards import misread
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
 from tests.peers import make_env, wheels
-from tests.peers.aiter_cases import FAMILIES, grid
+from tests.peers.aiter_cases import FAMILIES, grid, quark_modules
 from tests.peers.aiter_random import random_cases
 
 pytestmark = pytest.mark.peers
@@ -96,7 +97,7 @@ def question_of(case: dict[str, Any], release: str) -> AiterQuestion:
     config, file = case["config"], case.get("quant_config")
     target = AiterTarget("x", RELEASES[release], mega_moe="online" in case)
     question = ask_aiter(config, file, read_quantization(config, file), target)
-    assert question is not None
+    assert isinstance(question, AiterQuestion)
     assert question.family is FAMILIES[case["family"]]
     return question
 
@@ -188,6 +189,19 @@ def test_the_grid_reaches_every_rule_of_the_release(on_the_grid: Comparison) -> 
     }
 
 
+def compare_modules(release: str, python: Path, sources: Path | None = None) -> None:
+    """Hold the schemes of single Quark modules against vLLM's: those that it builds as FP4, though they are stored in FP8."""
+    cases = quark_modules()
+    for case, answer in zip(cases, ask_vllm({"cases": cases}, python, sources)["answers"], strict=True):
+        found = misread(question_of(case, release), tuple(case["stored"]), case["mtp_layer"])
+        theirs = [name for name, server in zip(case["stored"], case["modules"], strict=True) if answer["schemes"][server] == "fp4"]
+        assert list(found) == theirs, case["id"]
+
+
+def test_the_schemes_of_single_modules_agree(python: Path) -> None:
+    compare_modules("0.33", python)
+
+
 def test_random_exclusions_agree(python: Path) -> None:
     result = compare(random_cases(RANDOM_CASES, SEED), "0.33", python)
     assert result.unknown == {}
@@ -231,3 +245,5 @@ def test_earlier_releases_agree(release: str, python: Path) -> None:
     result = compare(cases, release, python, sources)
     assert result.version == f"{release}.0"
     assert result.unknown == {}
+    if release in ("0.31", "0.32"):  # before, DeepSeek-V4 by Quark is read as FP8
+        compare_modules(release, python, sources)

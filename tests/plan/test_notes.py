@@ -21,7 +21,7 @@ def codes(run: Run, source: Path, out: Path, *options: object) -> dict[str, str]
 
 def test_padding_is_needless_where_servers_fuse_the_source(made: Made, tmp_path: Path, run: Run) -> None:
     found = codes(run, made(layers=1), tmp_path / "out")
-    assert "vLLM >= 0.31 and SGLang >= 0.5.23 fuse the source as it is" in found["padding-not-needed"]
+    assert "vLLM >= 0.31 and SGLang >= 0.5.23 fuse the source as is" in found["padding-not-needed"]
     assert "SGLang >= 0.5.22" in codes(run, made("v4-flash", layers=1), tmp_path / "out")["padding-not-needed"]
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from fse_convert.plan.advice import advise
-from fse_convert.plan.plan import Options
-from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, Subject, judge, whole
-from fse_convert.servers.targets import find_target
+from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, judge, whole
+from fse_convert.servers.scales import Scales
+from fse_convert.servers.subject import Subject
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
-from fse_convert.testing.memory import PROJ, Model, Tensors, expert, plans_of, subject_of
-from tests.releases import NEWEST
+from fse_convert.testing.memory import PROJ, Model, Tensors, expert, subject_of
 
 QUARK_FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}, "input_tensors": {"dtype": "fp4"}}
 MTP_FP8 = {"re:mtp\\.0\\.ffn\\.shared_experts\\..*": {"weight": {"dtype": "fp8_e4m3"}}}
@@ -33,7 +31,7 @@ def test_every_target_answers_every_layer_and_questions_stay_apart() -> None:
     assert {len(a.layers) for a in answers} == {3}
     for a in answers:
         native = a.question is Question.NATIVE
-        assert native == (not a.name.endswith(("-aiter", "-aiter-mega", "-slots", "atom")))
+        assert native == (not a.name.endswith(("-aiter", "-aiter-mega", "-fhmoe", "-slots", "atom")))
         assert a.source
         assert a.started_with
     assert len({q.heading for q in Question}) == len(Question)
@@ -51,7 +49,6 @@ def test_an_official_v4_fuses_natively_and_not_by_aiter() -> None:
 def test_aiter_megamoe_fuses_an_official_v4_by_requantising_its_shared_experts() -> None:
     mega = ask(Model(hidden=4096, width=2048, shared="fp8-128").subject(), "vllm-0.33-aiter-mega")
     assert outcomes(mega) == "fff"
-    assert mega.safe
     assert [n.code for n in mega.notes] == ["aiter-requantised"]
     for flag in ("--moe-backend aiter_mega_moe", """--quantization-config.targets '{"*shared_experts*": "mxfp4"}'"""):
         assert flag in mega.started_with
@@ -63,7 +60,9 @@ def test_aiter_megamoe_fuses_an_official_v4_by_requantising_its_shared_experts()
     [
         pytest.param(Model(config={"model_type": "deepseek_v41", "architectures": []}), "refused", "model-unsupported", id="V4.1"),
         pytest.param(Model(shared="bf16", routed="bf16"), "error", "aiter-server-error", id="V4 in BF16"),
-        pytest.param(Model(config={"expert_dtype": "fp8"}), "error", "aiter-server-error", id="FP8 experts"),
+        pytest.param(
+            Model(routed="fp8-128-f32-scale", config={"expert_dtype": "fp8"}), "error", "aiter-server-error", id="FP8 experts"
+        ),
         pytest.param(Model(n_shared=2), "unfused", "aiter-shared-count", id="two shared experts"),
     ],
 )
@@ -80,9 +79,8 @@ def test_aiter_megamoe_is_not_for_glm() -> None:
 
 def test_aiter_megamoe_takes_routed_experts_in_mxfp4_only_whatever_the_config_says() -> None:
     mega = ask(Model(routed="nvfp4").subject(), "vllm-0.33-aiter-mega")
-    assert mega.fused
-    assert not mega.safe
-    assert [n.code for n in mega.notes] == ["aiter-requantised", "aiter-storage-differs"]
+    assert (mega.model.outcome, [r.code for r in mega.model.reasons]) == (Outcome.UNSAFE, ["aiter-storage-differs"])
+    assert mega.notes == ()
 
 
 def test_a_drafter_that_differs_shows_in_its_own_cells() -> None:
@@ -100,7 +98,7 @@ def test_the_mixed_model_is_an_error_for_aiter_and_a_fact_for_the_kernel() -> No
         "expert_dtype": "fp8",
     }
     config["quantization_config"]["ignored_layers"] = ["layers.1.ffn.shared_experts.w1", "layers.1.ffn.shared_experts.w3"]
-    about = Model(hidden=512, width=256, routed="fp8-128", shared="fp8-128", mtp=0, config=config).subject()
+    about = Model(hidden=512, width=256, routed="fp8-128-f32-scale", shared="fp8-128-f32-scale", mtp=0, config=config).subject()
     answer = ask(about, "vllm-0.33-aiter")
     assert outcomes(answer)[0] == "f"
     assert answer.layers[1].outcome is not Outcome.FUSED
@@ -142,10 +140,9 @@ def test_aiter_judges_decoder_and_drafter_apart() -> None:
 def test_where_the_config_calls_alike_what_is_stored_otherwise_that_is_said() -> None:
     config = {"quantization_config": QUARK, "architectures": ["DeepseekV4ForCausalLM"]}
     about = Model(routed="mxfp4-u8", shared="mxfp4-u8", mtp_shared="fp8-32-u8", config=config).subject()
-    answer = ask(about, "vllm-0.33-aiter")
-    assert answer.fused
-    note = next(n for n in answer.notes if n.code == "aiter-storage-differs")
-    assert "1 layers, mtp.0.ffn first" in note.message
+    answer = ask(about, "vllm-0.29-aiter")
+    assert outcomes(answer) == "ffu"
+    assert [r.code for r in answer.layers[2].reasons] == ["aiter-drafter-slots"]
 
 
 def test_a_model_class_that_is_not_known_gets_no_aiter_verdict() -> None:
@@ -196,20 +193,28 @@ def test_slots(model: Model, sglang: str, atom: str) -> None:
     assert requantised == (["slot-requantised"] if model == Model(shared="fp8-32") else [])
 
 
-def test_quark_turns_sglangs_slots_off_for_the_whole_model_when_one_layer_differs() -> None:
-    config = {"quantization_config": QUARK}
-    about = Model(routed="mxfp4-u8", shared="mxfp4-u8", mtp_shared="fp8-32", config=config).subject()
-    assert outcomes(ask(about, "sglang-0.5.23-slots")) == "uuu"
-    assert outcomes(ask(about, "atom")) == "ffu"
-
-
-def test_a_contract_says_that_headers_cannot_judge_f32_scales() -> None:
-    about = Model(shared="fp8-128-f32").subject()
-    for name in ("megamoe-128", "sglang-0.5.23"):
+@pytest.mark.parametrize(
+    ("read", "inexact", "contract", "server"),
+    [
+        ([], [], ("unknown", "scale-f32-unread"), ("unknown", "scale-f32-unread")),
+        (["w1", "w2"], [], ("unknown", "scale-f32-unread"), ("unknown", "scale-f32-unread")),
+        (["w1", "w2", "w3"], [], ("fused", ""), ("fused", "")),
+        (["w1"], ["w1"], ("unfused", "scale-inexact"), ("unsafe", "scale-f32-rounded")),
+    ],
+    ids=["nobody read them", "one is unread", "powers of two", "one is none"],
+)
+def test_f32_scales_fuse_only_where_they_are_known_to_be_powers_of_two(
+    read: list[str], inexact: list[str], contract: tuple[str, str], server: tuple[str, str]
+) -> None:
+    """SGLang rounds them while loading; the kernel's contract has no F32 scales; vLLM's loader takes none."""
+    at = "layers.0.ffn.shared_experts.{}.weight_scale_inv"
+    scales = Scales(frozenset(map(at.format, read)), {at.format(name): "0.3" for name in inexact})
+    about = replace(Model(shared="fp8-128-f32", layers=1, mtp=0).subject(), scales=scales)
+    for name, expected in (("megamoe-128", contract), ("sglang-0.5.23", server)):
         answer = ask(about, name)
-        assert answer.fused
-        assert [n.code for n in answer.notes] == ["scale-f32-unread"]
-    assert not ask(about, "vllm-0.33").fused
+        assert (answer.model.outcome.value, "".join(r.code for r in answer.model.reasons)) == expected
+        assert answer.notes == ()
+    assert [r.code for r in ask(about, "vllm-0.33").model.reasons] == ["scale-dtype"]
 
 
 def test_the_whole_is_the_worst_of_its_layers_with_every_reason() -> None:
@@ -220,91 +225,14 @@ def test_the_whole_is_the_worst_of_its_layers_with_every_reason() -> None:
     assert whole(()).reasons[0].code == "no-moe-layers"
 
 
-V41: dict[str, Any] = {"model_type": "deepseek_v41"}
-NONE = f"No server release that is known here fuses this checkpoint as it is; {NEWEST.title}: "
-RUNS = "(MegaMoE refuses this width; padded it runs, the shared expert beside it)."
-OLD = "SGLang 0.5.20, 0.5.21, 0.5.22 and TensorRT-LLM"
-PAD = "fse-convert CHECKPOINT OUT --target megamoe-512"
-
-
-@pytest.mark.parametrize(
-    ("model", "sentences", "command"),
-    [
-        (
-            Model(hidden=5120, width=2304, config=V41),
-            [
-                "vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as it is.",
-                f"Pad only for vLLM 0.30 (fusion turns on), or for SGLang 0.5.21 and TensorRT-LLM {RUNS}",
-            ],
-            PAD,
-        ),
-        (
-            Model(hidden=5120, width=2560, config=V41),
-            ["vLLM >= 0.30 and SGLang >= 0.5.23 fuse this checkpoint as it is."],
-            "",
-        ),
-        (
-            Model(hidden=4096, width=2048, shared="fp8-128"),
-            ["vLLM >= 0.29 and SGLang >= 0.5.22 fuse this checkpoint as it is."],
-            "",
-        ),
-        (
-            Model(hidden=4096, width=2016),
-            [
-                f"{NONE}routed width 2016 is no multiple of 128: MegaMoE is refused.",
-                f"Padding helps vLLM >= 0.29 and SGLang >= 0.5.23 (fusion turns on), and {OLD} {RUNS}",
-            ],
-            PAD,
-        ),
-        (
-            Model(hidden=4096, width=2048, shared="bf16"),
-            [f"{NONE}the shared expert is BF16; beside MXFP4 experts the launch takes fp8-block with E8M0 scales."],
-            "",
-        ),
-    ],
-    ids=["v4.1", "v4.1 padded", "v4", "odd width", "bf16 shared"],
-)
-def test_advice(model: Model, sentences: list[str], command: str) -> None:
-    about = model.subject()
-    found = advise(about, judge(about), plans_of(about, model.tensors()))
-    assert list(found.sentences) == sentences
-    assert found.command == command
-
-
-def test_advice_for_a_model_that_no_server_runs_with_megamoe() -> None:
-    about = subject_of({"model_type": "glm4_moe", "num_hidden_layers": 2}, _v3_tensors())
-    found = advise(about, judge(about), plans_of(about, _v3_tensors()))
-    assert found.sentences == ("No server release that is known here has a MegaMoE path for this model.",)
-    assert advise(about, (), plans_of(about, {})).sentences == ()
-
-
-@pytest.mark.parametrize("width", [2304, 2176])
-def test_a_command_is_advised_only_if_it_runs(width: int) -> None:
-    """NVFP4 experts beside MXFP4 ones in the drafter: only the drafter fits the kernel, so the plain command would refuse."""
-    model = Model(hidden=512, width=width, routed="nvfp4")
-    tensors = model.tensors()
-    for e in range(model.experts):
-        tensors = {n: t for n, t in tensors.items() if not n.startswith(f"mtp.0.ffn.experts.{e}.")}
-        tensors |= expert(f"mtp.0.ffn.experts.{e}", "mxfp4", width, 512)
-    about = subject_of(model.full_config(), tensors)
-    plans = plans_of(about, tensors)
-    target = find_target("megamoe-512")
-    assert target is not None
-    assert plans(Options(target)) is None
-    found = advise(about, judge(about), plans)
-    assert found.command == "fse-convert CHECKPOINT OUT --target megamoe-512 --allow-unfused"
-    assert plans(Options(target, allow_unfused=True)) is not None
-
-
-def test_nothing_is_advised_that_would_refuse() -> None:
-    about = Model(width=384, routed="nvfp4").subject()
-    found = advise(about, judge(about), lambda _: None)
-    assert (found.command, found.gain) == ("", None)
-    assert len(found.sentences) == 1
-
-
-def test_nvfp4_that_the_server_takes_as_it_is_needs_no_padding() -> None:
-    """2304 is a multiple of 256, which is what SGLang asks of NVFP4, though not of the kernel's 512."""
-    model = Model(hidden=512, width=2304, routed="nvfp4", mtp=0)
-    about = model.subject()
-    assert advise(about, judge(about), plans_of(about, model.tensors())).command == ""
+def test_what_is_not_understood_is_unknown_and_a_dense_model_is_not() -> None:
+    dense = {"model.layers.0.mlp.gate_proj.weight": ("BF16", (4, 4))}
+    strays: Tensors = {f"odd.{name}": info for name, info in _v3_tensors().items()}
+    for config, tensors, expected in (
+        ({"model_type": "deepseek_v3"}, dense, (Outcome.UNFUSED, "no-moe-layers")),
+        ({"model_type": "newcomer"}, _v3_tensors(), (Outcome.UNKNOWN, "family-unknown")),
+        ({}, {}, (Outcome.UNKNOWN, "family-unknown")),
+    ):
+        assert {(a.model.outcome, a.model.reasons[0].code) for a in judge(subject_of(config, tensors))} == {expected}
+    if subject_of({"model_type": "deepseek_v3"}, strays).description.outside:
+        assert {a.model.outcome for a in judge(subject_of({"model_type": "deepseek_v3"}, strays))} == {Outcome.UNKNOWN}

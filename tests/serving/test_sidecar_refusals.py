@@ -156,6 +156,7 @@ def test_shards_that_are_gone_and_shards_that_are_new(out: Path) -> None:
 def test_other_files_of_the_folder_are_the_users_own(out: Path) -> None:
     (out / "README.md").write_text("mine")
     (out / "notes.txt").write_text("mine")
+    (out / "._model-00001-of-00002.safetensors").write_bytes(b"x")
     assert open_sidecar(out).layers == LAYERS
 
 

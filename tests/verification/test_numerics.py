@@ -5,15 +5,18 @@ import math
 import struct
 from collections.abc import Callable
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from fse_convert.errors import EnvironmentFailure
+from fse_convert.model.moe import Role
 from fse_convert.verification import numerics
 from fse_convert.verification.addresses import KernelLayout, SourceLayout
 from fse_convert.verification.numerics import (
-    check_numerics,
+    NumericsResult,
     exact_expert,
     fused_expert,
     pick_device,
@@ -161,7 +164,8 @@ def test_sums_over_a_group_are_exact_at_both_ends_of_the_range():
     x = torch.tensor([[biggest] * 31 + [smallest], [smallest] * 32], dtype=torch.uint8)
     w = torch.tensor([[biggest] * 31 + [smallest], [0xFE] * 16 + [biggest] * 15 + [0x81]], dtype=torch.uint8)
     ones = torch.full((2, 1), 127, dtype=torch.uint8)
-    sums = numerics._linear((x, ones), lambda a, b: (w[a:b], ones[a:b]), 2)
+    weights = SimpleNamespace(width=2, rows=lambda _role, a, b: (w[a:b], ones[a:b]))
+    sums = numerics._linear((x, ones), weights, Role.GATE)  # type: ignore[arg-type]
     for t in range(2):
         for n in range(2):
             exact = sum(e4m3(a) * e4m3(b) for a, b in zip(x[t].tolist(), w[n].tolist(), strict=True))
@@ -280,6 +284,12 @@ def test_activation_of_extreme_gates():
 
 
 # --- padded against unpadded
+
+
+def check_numerics(
+    kernel: KernelLayout, source: SourceLayout, x: Tensor | None = None, *, tokens: int = 32, limit: float | None = None
+) -> NumericsResult:
+    return numerics.check_numerics(kernel, source, sample_hidden_states(tokens, source.hidden) if x is None else x, limit)
 
 
 @pytest.mark.parametrize("block", [(32, 32), (128, 128), (1, 32), (96, 64)])
@@ -563,7 +573,7 @@ def test_sampled_hidden_states_are_fixed_by_their_seed():
 def test_pick_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="no usable CUDA device"):
+    with pytest.raises(EnvironmentFailure, match="no usable CUDA device"):
         pick_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert pick_device("auto") == pick_device("cuda") == torch.device("cuda")
@@ -580,4 +590,4 @@ def test_cuda_gives_the_bits_of_the_cpu(make_source, make_kernel):
     here, there = trace_expert(x, source, 10.0), trace_expert(x.to(cuda), source.to(cuda), 10.0)
     for name in ("gate", "up", "codes", "scale", "output"):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
-    assert check_numerics(make_kernel(source, 512), source, device=cuda).passed
+    assert check_numerics(make_kernel(source, 512), source, x.to(cuda)).passed

@@ -43,7 +43,7 @@ def test_the_workload_adds_up_without_a_source(out: Path) -> None:
 def test_a_kernel_that_is_there_counts(root: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = replace(probe(), status="ready")
     monkeypatch.setattr("fse_convert.verification.kernel.probe", lambda: ready)
-    monkeypatch.setattr(layers, "probe", lambda _device: ready)
+    monkeypatch.setattr(layers, "probe", lambda: ready)
     monkeypatch.setattr(layers, "check_kernel", lambda *_args, **_more: KernelResult("passed", "", {}))
     check = Check(out, root, Level.KERNEL)
     assert check.workload() == done(check)

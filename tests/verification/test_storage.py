@@ -111,7 +111,6 @@ def test_pieces_may_end_anywhere(made: Make, tmp_path: Path, monkeypatch: pytest
     whole = prove(root, out)
     for module in (stream, pieces):
         monkeypatch.setattr(module, "CHUNK", 10_007)
-    monkeypatch.setattr(pieces, "SCALE_CHUNK", 5_000)
     monkeypatch.setattr(storage, "WORKERS", 3)
     small = prove(root, out)
     assert small.passed

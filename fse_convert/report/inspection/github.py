@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from fse_convert.inspection import Inspection
+from fse_convert.report.inspection.view import Complaint, View, told
 
 
-def workflow_commands(found: Inspection, required: Sequence[str]) -> list[str]:
-    """Return workflow commands: errors for what is broken and for required targets that do not fuse, warnings for conflicts."""
-    lines = [_command("error", p.code, str(p)) for p in (*found.problems, *(found.contradictions if required else ()))]
-    for answer in found.failing(required):
-        for reason in answer.objections:
-            lines.append(_command("error", f"{answer.name} does not fuse", f"{reason.code}: {reason.message}"))
-    lines += [_command("warning", p.code, str(p)) for p in (*found.unsupported, *found.conflicts)]
-    doubted = (a for a in found.answers if a.name in required and a.safe)
-    lines += [_command("warning", f"{a.name}: {n.code}", n.message) for a in doubted for n in a.notes]
-    return lines
+def workflow_commands(view: View) -> list[str]:
+    """Return workflow commands: what is complained of, each with its hint."""
+    return [_command(c) for c in view.complaints]
 
 
-def _command(level: str, title: str, message: str) -> str:
-    """Return one command, with what GitHub would read as its syntax escaped."""
-    return f"::{level} title={_escaped(title).replace(':', '%3A').replace(',', '%2C')}::{_escaped(message)}"
+def _command(c: Complaint) -> str:
+    title, message = (c.said, f"{c.problem.code}: {told(c.problem)}") if c.said else (c.problem.code, told(c.problem))
+    title = _escaped(title).replace(":", "%3A").replace(",", "%2C")
+    return f"::{'error' if c.error else 'warning'} title={title}::{_escaped(message)}"
 
 
 def _escaped(text: str) -> str:
+    """Escape what GitHub would read as the syntax of a command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from fse_convert import __version__
 from fse_convert.errors import Problem, UsageError
-from fse_convert.report.inspection.view import View
+from fse_convert.report.inspection.view import LOOKS, View, told
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 def markdown(view: View) -> str:
     """Return an inspection as Markdown; what would break a table or start a tag is escaped."""
-    return _filled("markdown.md.j2", view, _escaped)
+    return _template("markdown.md.j2").render(view=view)
 
 
 def html(view: View) -> str:
     """Return an inspection as a whole HTML page: no script, no font, no picture from elsewhere."""
-    return _filled("page.html.j2", view)
+    return _template("page.html.j2").render(view=view, outcomes=LOOKS, version=__version__)
 
 
-def _filled(template: str, view: View, finalize: Callable[[object], str] | None = None) -> str:
-    """Fill in a template; ``finalize`` is applied to every value that goes in."""
+@cache
+def _template(name: str) -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
         loader=PackageLoader("fse_convert.report", "inspection"),
         autoescape=select_autoescape(["html.j2"]),
         undefined=StrictUndefined,
-        finalize=finalize,
+        finalize=None if name.endswith("html.j2") else _escaped,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template(template).render(view=view)
+    environment.filters["told"] = told
+    return environment.get_template(name)
 
 
 def _escaped(value: object) -> str:

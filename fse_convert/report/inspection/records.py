@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
-from fse_convert.errors import ExitCode, Problem
-from fse_convert.inspection import Inspection
+from fse_convert.errors import Problem
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.plan.costs import Costs, Serving, Stored
+from fse_convert.report.inspection.view import View
 from fse_convert.report.records import ExpertsRecord, ReasonRecord, Record, Response, fill, reasons_of
 from fse_convert.servers.judge import Answer, Question
 from fse_convert.servers.verdict import Outcome, Reason
@@ -105,13 +104,13 @@ class RequiredRecord(Record):
 
 
 class CostsRecord(Record):
-    """Bytes, for one way of serving; ``padding`` is by kernel contract."""
+    """Bytes, for one way of serving; ``padding`` is by kernel contract. Null per rank: experts cannot be spread evenly."""
 
     serving: Serving
     stored: dict[str, Any]
     shared_per_rank: dict[str, int]
     padding: dict[str, PaddingRecord]
-    duplicates_per_rank: dict[str, int]
+    duplicates_per_rank: dict[str, int | None]
 
 
 class PaddingRecord(Record):
@@ -120,7 +119,7 @@ class PaddingRecord(Record):
     width: int
     new_width: int
     disk: int
-    per_rank: int
+    per_rank: int | None
     decoder: Stored
     mtp: Stored
     work: float
@@ -133,15 +132,15 @@ class AdviceRecord(Record):
     command: str | None
 
 
-def inspection_record(found: Inspection, required: Sequence[str]) -> InspectionRecord:
+def inspection_record(view: View) -> InspectionRecord:
     """Describe an inspection; it is not ``ok`` when the checkpoint is broken or a required target does not fuse."""
+    found = view.found
     checkpoint, description, quantization = found.checkpoint, found.description, found.subject.quantization
-    exit_code = found.exit_code(required)
     return fill(
         InspectionRecord,
         found,
-        ok=exit_code is ExitCode.OK,
-        exit_code=int(exit_code),
+        ok=not view.exit_code,
+        exit_code=int(view.exit_code),
         checkpoint=CheckpointRecord(
             label=checkpoint.folder.label,
             shards=len(checkpoint.shards),
@@ -158,7 +157,7 @@ def inspection_record(found: Inspection, required: Sequence[str]) -> InspectionR
         layers=[_layer(d) for d in description.layers],
         seen=[fill(SeenRecord, s, dtype=s.example.dtype, shape=s.example.shape) for s in description.seen],
         targets=[_target(a, description) for a in found.answers],
-        required=[RequiredRecord(target=a.name, fused=a.fused, passed=a.safe) for a in found.answers if a.name in required],
+        required=[RequiredRecord(target=row.label, fused=row.fused, passed=row.fused) for row in view.required],
         costs=_costs(found.costs) if found.costs else None,
         advice=AdviceRecord(sentences=found.advice.sentences, command=found.advice.command or None),
     )
@@ -203,16 +202,24 @@ def _target(a: Answer, description: Description) -> TargetRecord:
 
 
 def _costs(c: Costs) -> CostsRecord:
-    stored = c.decoder.per_rank(c.serving) + c.mtp.per_rank(c.serving)
-    paddings = c.paddings.items()
+    def rank(n: float) -> int | None:
+        """Return bytes per rank, of what is spread over expert-parallel ranks; None where it cannot be."""
+        return None if c.uneven else round(n)
+
+    stored, d = c.decoder.per_rank(c.serving) + c.mtp.per_rank(c.serving), c.duplicates
     return CostsRecord(
         serving=c.serving,
-        stored={"decoder": c.decoder, "mtp": c.mtp, "per_rank": round(stored)},
+        stored={"decoder": c.decoder, "mtp": c.mtp, "per_rank": rank(stored)},
         shared_per_rank={"once": c.shared_kernel, "twice": 2 * c.shared_kernel, "sharded": round(c.shared_sharded)},
         padding={
-            name: fill(PaddingRecord, p, per_rank=round(p.per_rank(c.serving)), work=round(p.work, 4)) for name, p in paddings
+            name: fill(PaddingRecord, p, per_rank=rank(p.per_rank(c.serving)), work=round(p.work, 4))
+            for name, p in c.paddings.items()
         },
-        # seed: the second, padded copy that vllm-project/vllm#56568 made, in no release; a key that this schema has
-        duplicates_per_rank={"seed": round(c.shared_kernel * max((p.work for p in c.paddings.values()), default=1))}
-        | {key: round(value) for key, value in asdict(c.duplicates).items()},
+        duplicates_per_rank={
+            # the second, padded copy that vllm-project/vllm#56568 made, in no release; a key that this schema has
+            "seed": round(c.shared_kernel * max((p.work for p in c.paddings.values()), default=1)),
+            "sglang_scales": rank(d.sglang_scales),
+            "sglang_shared": d.sglang_shared,
+            "sglang_loading": rank(d.sglang_loading),
+        },
     )

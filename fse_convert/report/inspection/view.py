@@ -1,59 +1,184 @@
-"""What a report of an inspection says, in every format: headline, folded layers, rows of targets, footnotes, costs."""
+"""What a report of an inspection says, the same in every form: verdict, advice, layers, answers by question, reasons, costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+from fse_convert.errors import Problem
 from fse_convert.inspection import Inspection
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import releases
-from fse_convert.report.console import counted, problem_lines, runs, size, span
+from fse_convert.plan.advice import NO_PATH, releases, server_of
+from fse_convert.plan.costs import Costs
+from fse_convert.report.console import counted, runs, size, span
 from fse_convert.servers.judge import Answer, Question
 from fse_convert.servers.targets import CONTRACT, TARGETS, HeldTwice
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 
-UNSUPPORTED_MODEL = frozenset({"model-unsupported", "aiter-family-unsupported"})
-"""Reasons that say nothing about the checkpoint beyond its model type: such targets share one line."""
-WORDS = {
-    Outcome.FUSED: "fused",
-    Outcome.UNFUSED: "not fused",
-    Outcome.UNSAFE: "unsafe",
-    Outcome.REFUSED: "refused",
-    Outcome.ERROR: "error",
-    Outcome.UNKNOWN: "unknown",
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """An outcome in a report: its word, its cell in a strip (also in ASCII), its colour on a terminal, its mark on GitHub."""
+
+    word: str
+    cell: str
+    plain: str
+    color: str
+    mark: str
+
+
+LOOKS = {
+    Outcome.UNSAFE: Look("unsafe", "▲", "^", "bold red", ":warning:"),
+    Outcome.ERROR: Look("error", "!", "!", "red", ":boom:"),
+    Outcome.REFUSED: Look("refused", "x", "x", "red", ":no_entry:"),
+    Outcome.UNKNOWN: Look("unknown", "?", "?", "magenta", ":grey_question:"),
+    Outcome.UNFUSED: Look("not fused", "░", "-", "yellow", ":x:"),
+    Outcome.FUSED: Look("fused", "█", "#", "green", ":white_check_mark:"),
 }
+"""The worst first: where a cell stands for several layers, it is the worst of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One answer, of neighbouring releases: what becomes of the layers, and why.
+
+    ``names``: the targets, ``label``: them all, as ``vllm-0.31..33``. ``word``: the outcome, or ``mixed 40/43`` where only some
+    layers fuse. ``cells``: outcome and title of each layer, decoder and drafter layers apart. ``unfused``: the layers that do
+    not fuse, ``all`` or none. ``reasons``: why not, and what to know, with ``numbers`` in the list of all.
+    """
+
+    names: tuple[str, ...]
+    label: str
+    needs: str
+    outcome: Outcome
+    word: str
+    cells: tuple[tuple[tuple[Outcome, str], ...], ...]
+    unfused: str
+    reasons: tuple[Reason, ...]
+    numbers: str = ""
+
+    @property
+    def look(self) -> Look:
+        """The look of the outcome."""
+        return LOOKS[self.outcome]
+
+    @property
+    def fused(self) -> bool:
+        """True where every layer fuses, and the model as a whole."""
+        return self.outcome is Outcome.FUSED
+
+    @property
+    def strip(self) -> str:
+        """The cells in words."""
+        cells = [outcome for group in self.cells for outcome, _ in group]
+        rest = f", not: {self.unfused}" if self.unfused else ""
+        return f"{cells.count(Outcome.FUSED)} of {counted(len(cells), 'layer')} fused{rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The answers to one question: rows, and by what they say targets whose answer is about the model type alone."""
+
+    question: Question
+    rows: tuple[Row, ...]
+    silent: dict[str, list[str]]
+
+    @property
+    def needs(self) -> dict[str, list[str]]:
+        """Labels of rows by what their servers must be started with."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            found.setdefault(row.needs, []).append(row.label)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """What stderr and GitHub's annotations tell: an error, which the exit code counts, or a warning.
+
+    ``said``: of a target, ``vllm-0.30 does not fuse``; empty where the problem is the checkpoint's.
+    """
+
+    error: bool
+    said: str
+    problem: Problem
 
 
 class View:
-    """A report of an inspection, part by part; a format leaves out the parts that it has no place for.
+    """A report of an inspection, part by part; a form that leaves a part out has no place for it.
 
-    ``names``: targets that the user asked for, all of which get a row; ``required``: those that must fuse. ``reasons``: every
-    distinct one of the rows, in the order of its first row; the first has the number 1. ``remarks``: what is not understood,
-    where config and headers contradict each other, and what to know.
+    ``names``: targets that the user asked for, all of which get a row; ``required``: those that must fuse, which get one too.
+    ``verdict``: what the exit code says, in words; empty where nothing is asked and nothing is wrong. ``reasons``: every
+    distinct one of the rows; the first has the number 1. ``remarks``: what is not understood, where config and headers
+    contradict each other, and what to know. ``legend``: the outcomes of layers, as they look.
     """
 
     def __init__(self, found: Inspection, names: Sequence[str] = (), required: Sequence[str] = ()) -> None:
         self.found = found
+        self.title = found.checkpoint.folder.label
+        self.exit_code = found.exit_code(required)
         self.headline = headline(found)
-        self.required = [a for a in found.answers if a.name in required]
         self.layers = layer_rows(found.description)
-        self.sections = sections(found, everything=bool(names))
+        sections = _sections(found, frozenset(required), everything=bool(names))
+        self.reasons = list(dict.fromkeys(reason for section in sections for row in section.rows for reason in row.reasons))
+        self.sections = [replace(s, rows=tuple(map(self._numbered, s.rows))) for s in sections]
         self.rows = [row for section in self.sections for row in section.rows]
-        distinct: dict[tuple[str, str], Reason] = {}
-        for reason in (r for row in self.rows for r in row.reasons):
-            distinct.setdefault((reason.code, reason.message), reason)
-        self.reasons = list(distinct.values())
-        self._numbers = {key: str(number) for number, key in enumerate(distinct, 1)}
+        shown = {outcome for row in self.rows for cells in row.cells for outcome, _ in cells}
+        self.legend = [(outcome, look) for outcome, look in reversed(LOOKS.items()) if outcome in shown]
+        asked = [(row, name) for row in self.rows for name in row.names if name in required]
+        self.required = [replace(row, names=(name,), label=name) for row, name in asked]
+        self.verdict = self._verdict()
         self.remarks = [*found.unsupported, *found.conflicts, *found.notes]
+        self.complaints = list(self._complaints([a for a in found.answers if a.name in required]))
         self.costs = cost_rows(found)
+        self.cost_title = f"Costs at EP {found.costs.serving.ep}, TP {found.costs.serving.tp}" if found.costs else ""
+        self.cost_note = _cost_note(found.costs) if found.costs else ""
         self.advised_cost = advised_cost(found)
 
-    def numbers(self, row: Row) -> str:
-        """Return the numbers of a row's reasons: ``3, 5``."""
-        return ", ".join(dict.fromkeys(self._numbers[r.code, r.message] for r in row.reasons))
+    def _numbered(self, row: Row) -> Row:
+        return replace(row, numbers=", ".join(str(self.reasons.index(r) + 1) for r in row.reasons))
+
+    def _verdict(self) -> str:
+        failing = [row.label for row in self.required if not row.fused]
+        if self.found.problems:
+            return "Broken, see the errors; what follows rests on what could be read."
+        if failing:
+            return f"Failed: not every layer fuses safely in {', '.join(failing)}."
+        if self.required:
+            return f"Passed: every layer fuses in {', '.join(row.label for row in self.required)}."
+        if not self.found.description.layers and self.found.answers:
+            model = self.found.answers[0].model
+            return " ".join(f"{LOOKS[model.outcome].word.capitalize()}: {told(r)}" for r in model.reasons)
+        return ""
+
+    def _complaints(self, required: Sequence[Answer]) -> Iterator[Complaint]:
+        yield from (Complaint(error=True, said="", problem=p) for p in self.found.problems)
+        for a in required:
+            said = f"{a.name} {'is unsafe' if a.model.outcome is Outcome.UNSAFE else 'does not fuse'}"
+            for r in () if a.fused else a.model.reasons or (Reason("not-fused", LOOKS[a.model.outcome].word),):
+                yield Complaint(error=True, said=said, problem=r)
+        yield from (Complaint(error=False, said="", problem=p) for p in (*self.found.unsupported, *self.found.conflicts))
+        for a in required:
+            yield from (Complaint(error=False, said=a.name, problem=n) for n in a.notes if a.fused)
+
+    @property
+    def errors(self) -> list[Problem]:
+        """The errors for stderr."""
+        return [
+            replace(c.problem, code="not-fused", message=f"{c.said}: {c.problem.code}: {c.problem.message}")
+            if c.said
+            else c.problem
+            for c in self.complaints
+            if c.error
+        ]
+
+
+def told(problem: Problem) -> str:
+    """Return a problem or reason with its hint in one sentence."""
+    return f"{problem} -> {problem.hint}" if problem.hint else str(problem)
 
 
 def headline(found: Inspection) -> str:
@@ -74,104 +199,85 @@ def headline(found: Inspection) -> str:
     return ", ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Neighbouring targets with one answer, and the layers that it is about."""
+def _sections(found: Inspection, required: frozenset[str], *, everything: bool) -> list[Section]:
+    """Arrange the answers by question. ``everything``: bare contracts and targets without a path get rows too.
 
-    answers: tuple[Answer, ...]
-    layers: tuple[LayerDescription, ...]
+    Where a model has no layers to judge, all answers are the verdict, and only targets that were asked for get rows.
+    """
+    listed = []
+    for question in Question:
+        answers = [
+            a for a in found.answers if a.question is question and (everything or a.engine != CONTRACT or a.name in required)
+        ]
+        silent = [] if everything else [a for a in answers if a.name not in required and _is_silent(a)]
+        groups = groupby((a for a in answers if a not in silent), _alike)
+        rows = tuple(_row(tuple(group), found.description.layers) for _, group in groups)
+        listed.append(Section(question, rows, _by_outcome(silent) if found.description.layers else {}))
+    return [s for s in listed if s.rows or s.silent]
 
-    @property
-    def first(self) -> Answer:
-        """The answer that stands for all."""
-        return self.answers[0]
 
-    @property
-    def label(self) -> str:
-        """``vllm-0.31..33``: the first name, with the last release's own digits."""
-        first, last = self.first.release, self.answers[-1].release
-        if len(self.answers) == 1:
-            return self.first.name
-        pairs = zip(first.split("."), last.split("."), strict=False)
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
-        return self.first.name.replace(first, f"{first}..{'.'.join(last.split('.')[same:])}", 1)
+def _is_silent(answer: Answer) -> bool:
+    codes = {r.code for v in (answer.model, *answer.layers) for r in v.reasons}
+    return not answer.layers or (bool(codes) and codes <= NO_PATH)
 
-    @property
-    def word(self) -> str:
-        """The outcome in a word or two; ``mixed 40/43`` where only some layers fuse."""
-        fused = sum(v.fused for v in self.first.layers)
-        if 0 < fused < len(self.first.layers) and self.first.model.outcome is not Outcome.ERROR:
-            return f"mixed {fused}/{len(self.first.layers)}"
-        return WORDS[self.first.model.outcome]
 
-    @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """Why not, and what to know: of the model as a whole, of layers, and doubts."""
-        layers = (r for v in self.first.layers for r in v.reasons)
-        return tuple(dict.fromkeys((*self.first.model.reasons, *layers, *self.first.notes)))
+def _by_outcome(answers: Sequence[Answer]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for a in answers:
+        word = LOOKS[a.model.outcome].word
+        what = "no rule for this model" if a.model.outcome is Outcome.UNKNOWN else "no path for this model"
+        names.setdefault(f"{word}, {what}", []).append(a.name)
+    return names
 
-    @property
-    def cells(self) -> list[list[tuple[Outcome, str]]]:
-        """Outcome and title of one cell per layer, decoder and drafter layers apart."""
-        pairs = list(zip(self.layers, self.first.layers, strict=True))
-        kinds = ([(v.outcome, _title(d, v)) for d, v in pairs if d.layer.kind is kind] for kind in LayerKind)
-        return [cells for cells in kinds if cells]
 
-    @property
-    def unfused(self) -> str:
-        """The layers that do not fuse; none or all need no names."""
-        names = [d.layer.name for d, v in zip(self.layers, self.first.layers, strict=True) if not v.fused]
-        if not names:
-            return ""
-        return "all" if len(names) == len(self.layers) else f"`{span(names)}`"
+def _reasons(answer: Answer) -> tuple[Reason, ...]:
+    """Return why not, and what to know: of the model as a whole, of layers, and notes."""
+    return tuple(dict.fromkeys((*answer.model.reasons, *(r for v in answer.layers for r in v.reasons), *answer.notes)))
+
+
+def _generic(reason: Reason, release: str, name: str = "\0", hint: str = "\0") -> Reason:
+    """Return a reason with another name where it names its own release; a hint may be a command, so it may get another one."""
+    own = rf"(?<![\d.]){re.escape(release)}(?!\.?\d)"
+    return replace(reason, message=re.sub(own, name, reason.message), hint=re.sub(own, hint, reason.hint))
+
+
+def _alike(a: Answer) -> tuple[object, ...]:
+    """Return what answers share that differ in nothing but the release that they name."""
+    verdicts = [(v.outcome, [_generic(r, a.release) for r in v.reasons]) for v in (a.model, *a.layers)]
+    return (server_of(a), a.started_with, verdicts, [_generic(n, a.release) for n in a.notes])
+
+
+def _row(answers: tuple[Answer, ...], layers: tuple[LayerDescription, ...]) -> Row:
+    first, model = answers[0], answers[0].model
+    judged = list(zip(layers, first.layers, strict=True))
+    unfused = [d.layer.name for d, v in judged if not v.fused]
+    mixed = model.outcome is Outcome.UNFUSED and 0 < len(unfused) < len(judged)
+    kinds = (tuple((v.outcome, _title(d, v)) for d, v in judged if d.layer.kind is kind) for kind in LayerKind)
+    several = _range(first.release, answers[-1].release)
+    return Row(
+        names=tuple(a.name for a in answers),
+        label=first.name.replace(first.release, several, 1),
+        needs=first.started_with,
+        outcome=model.outcome,
+        word=f"mixed {len(judged) - len(unfused)}/{len(judged)}" if mixed else LOOKS[model.outcome].word,
+        cells=tuple(cells for cells in kinds if cells),
+        unfused="" if not unfused else "all" if len(unfused) == len(judged) else span(unfused),
+        reasons=tuple(dict.fromkeys(_generic(r, first.release, several, first.release) for r in _reasons(first))),
+    )
+
+
+def _range(first: str, last: str) -> str:
+    """Return ``0.31..33``: the first release, with the last one's own digits."""
+    if first == last:
+        return first
+    parts = last.split(".")
+    same = next((i for i, (a, b) in enumerate(zip(first.split("."), parts, strict=False)) if a != b), 0)
+    return f"{first}..{'.'.join(parts[same:])}"
 
 
 def _title(d: LayerDescription, verdict: Verdict) -> str:
     codes = ", ".join(r.code for r in verdict.reasons)
-    return f"{d.layer.name}: {verdict.outcome.value}{f' ({codes})' if codes else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """The rows of one question, and the targets that have no path for this model at all, by what is said of them."""
-
-    question: Question
-    rows: tuple[Row, ...]
-    silent: dict[str, list[str]]
-
-
-def sections(found: Inspection, *, everything: bool = False) -> list[Section]:
-    """Arrange the answers by question. ``everything``: bare contracts and targets without a path get rows too."""
-    listed = []
-    for question in Question:
-        answers = [a for a in found.answers if a.question is question and (everything or a.engine != CONTRACT)]
-        silent = [] if everything else [a for a in answers if _is_silent(a)]
-        if answers:
-            rows = _rows((a for a in answers if a not in silent), found.description.layers)
-            listed.append(Section(question, tuple(rows), _by_outcome(silent)))
-    return listed
-
-
-def _is_silent(answer: Answer) -> bool:
-    codes = {r.code for v in answer.layers for r in v.reasons} | {r.code for r in answer.model.reasons}
-    return bool(codes) and codes <= UNSUPPORTED_MODEL
-
-
-def _by_outcome(answers: Iterable[Answer]) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for a in answers:
-        what = "not known for this model" if a.model.outcome is Outcome.UNKNOWN else "no path for this model"
-        names.setdefault(what, []).append(a.name)
-    return names
-
-
-def _rows(answers: Iterable[Answer], layers: tuple[LayerDescription, ...]) -> Iterator[Row]:
-    def alike(a: Answer) -> tuple[object, ...]:
-        reasons = [r.code for r in a.model.reasons]
-        verdicts = [(v.outcome, tuple(r.code for r in v.reasons)) for v in a.layers]
-        return (a.engine, a.started_with, a.model.outcome, reasons, verdicts, [n.code for n in a.notes])
-
-    yield from (Row(tuple(group), layers) for _, group in groupby(answers, alike))
+    return f"{d.layer.name}: {LOOKS[verdict.outcome].word}{f' ({codes})' if codes else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +294,10 @@ def layer_rows(description: Description) -> list[LayerRow]:
     """Fold layers that look alike into one row each."""
 
     def alike(d: LayerDescription) -> tuple[object, ...]:
-        return (d.layer.kind is LayerKind.MTP, _routed(d), _shared(d), _problem(d))
+        return (d.layer.kind is LayerKind.MTP, _routed(d), _shared(d), [p.code for p in d.problems])
 
     folded = runs(description.layers, alike, lambda d: d.layer.name)
-    return [LayerRow(name, _routed(d), _shared(d), _problem(d)) for name, d in folded]
+    return [LayerRow(name, _routed(d), _shared(d), ", ".join(dict.fromkeys(p.code for p in d.problems))) for name, d in folded]
 
 
 def _routed(d: LayerDescription) -> str:
@@ -200,19 +306,14 @@ def _routed(d: LayerDescription) -> str:
         return f"one tensor {t.dtype} {list(t.shape)}"
     count = len(d.layer.routed)
     if d.routed is None:
-        return f"{count} x ?" if count else "no routed experts"
+        return f"{count} x ?" if count else "none"
     return f"{count} x {d.routed.label}, {d.routed.width} wide"
 
 
 def _shared(d: LayerDescription) -> str:
     if d.layer.shared is None:
-        return "no shared expert"
-    gated = " (gated)" if d.layer.gate_tensor else ""
-    return f"shared {d.shared.label}, {d.shared.width} wide{gated}" if d.shared else f"shared ?{gated}"
-
-
-def _problem(d: LayerDescription) -> str:
-    return ", ".join(dict.fromkeys(p.code for p in d.problems))
+        return "none"
+    return (f"{d.shared.label}, {d.shared.width} wide" if d.shared else "?") + (" (gated)" if d.layer.gate_tensor else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,30 +327,36 @@ class CostRow:
 
 
 def cost_rows(found: Inspection) -> list[CostRow]:
-    """Return the costs as rows."""
-    c = found.costs
+    """Return the costs as rows: of the fusion that some server runs, and of padding that changes something."""
+    c, advice = found.costs, found.advice
     if c is None:
         return []
+    even, d = not c.uneven, c.duplicates
     stored = c.decoder.per_rank(c.serving) + c.mtp.per_rank(c.serving)
-    rows = [CostRow("experts as stored", gib(c.decoder.total + c.mtp.total), gib(stored))]
-    if c.shared_kernel:
-        sharded = f", {gib(c.shared_sharded)} sharded over TP {c.serving.tp}" if c.serving.tp > 1 else ""
-        remark = f"kept twice {gib(2 * c.shared_kernel)}{sharded}"
-        rows.append(CostRow("shared experts in the kernel, decoder layers", "", gib(c.shared_kernel), remark))
+    rows = [CostRow("experts as stored", size(c.decoder.total + c.mtp.total), size(stored) if even else "")]
+    if c.shared_kernel and advice.fuses:
+        sharded = f", {size(c.shared_sharded)} sharded over TP {c.serving.tp}" if c.serving.tp > 1 else ""
+        remark = f"kept twice {size(2 * c.shared_kernel)}{sharded}"
+        rows.append(CostRow("shared experts in the kernel, decoder layers", "", size(c.shared_kernel), remark))
     for contract, p in c.paddings.items():
-        what = f"padding {p.width} to {p.new_width} ({contract})"
-        rows.append(CostRow(what, f"+{gib(p.disk)}", f"+{gib(p.per_rank(c.serving))}", f"{p.work - 1:+.0%} expert work"))
-    d = c.duplicates
-    if d.sglang_scales and found.description.model_type.startswith("deepseek_v4"):
-        loading = f"{gib(d.sglang_loading)} while loading"
-        rows.append(CostRow(_duplicate(HeldTwice.ROUTED_SCALES), "", f"+{gib(d.sglang_scales)}", loading))
-        rows.append(CostRow(_duplicate(HeldTwice.SHARED_GATE_UP), "", f"+{gib(d.sglang_shared)}", "where it fuses"))
+        if advice.gain and advice.gain.contract == contract:
+            what, rank = f"padding {p.width} to {p.new_width} ({contract})", f"+{size(p.per_rank(c.serving))}"
+            rows.append(CostRow(what, f"+{size(p.disk)}", rank if even else "", f"{p.work - 1:+.0%} expert work"))
+    scales = [t for t in advice.runs if HeldTwice.ROUTED_SCALES in t.held_twice]
+    if d.sglang_scales and scales and even:
+        loading = f"{size(d.sglang_loading)} while loading"
+        what = f"duplicates, {releases(scales, TARGETS)}: {HeldTwice.ROUTED_SCALES.value}"
+        rows.append(CostRow(what, "", f"+{size(d.sglang_scales)}", loading))
+    shared = [t for t in advice.fuses if HeldTwice.SHARED_GATE_UP in t.held_twice]
+    if d.sglang_shared and shared:
+        what = f"duplicates, {releases(shared, TARGETS)}: {HeldTwice.SHARED_GATE_UP.value}"
+        rows.append(CostRow(what, "", f"+{size(d.sglang_shared)}"))
     return rows
 
 
-def _duplicate(what: HeldTwice) -> str:
-    """Name what is held twice, and the releases whose rows say that they do."""
-    return f"duplicates, {releases((t for t in TARGETS if what in t.held_twice), TARGETS)}: {what.value}"
+def _cost_note(c: Costs) -> str:
+    counts = ", ".join(map(str, c.uneven))
+    return f"EP {c.serving.ep} does not divide {counts} routed experts: no figures per rank of them" if counts else ""
 
 
 def advised_cost(found: Inspection) -> str:
@@ -258,19 +365,5 @@ def advised_cost(found: Inspection) -> str:
     if gain is None or c is None or gain.contract not in c.paddings:
         return ""
     p = c.paddings[gain.contract]
-    return f"(+{gib(p.disk)} on disk, +{gib(p.per_rank(c.serving))} per rank at EP {c.serving.ep})"
-
-
-def gib(n: float) -> str:
-    """Return bytes in GiB, so that figures compare at a glance; small ones in their own unit."""
-    return f"{n / 2**30:.2f} GiB" if n >= 2**26 else size(n)
-
-
-def complaints(found: Inspection, required: Sequence[str]) -> list[str]:
-    """Return the lines for stderr: everything that is broken, and the required targets that do not fuse, with every reason."""
-    problems = (*found.problems, *(found.contradictions if required else ()))
-    lines = [line for problem in problems for line in problem_lines(problem)]
-    for answer in found.failing(required):
-        reasons = "; ".join(f"{r.code}: {r.message}" for r in answer.objections)
-        lines.append(f"error[not-fused]: {answer.name} does not fuse every layer: {reasons}")
-    return lines
+    rank = "" if c.uneven else f", +{size(p.per_rank(c.serving))} per rank at EP {c.serving.ep}"
+    return f"(+{size(p.disk)} on disk{rank})"

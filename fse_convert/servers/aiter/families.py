@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fse_convert.servers.aiter.patterns import Renames
+from fse_convert.servers.subject import vllm_class_names
 
 GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
 W1_W3 = {"gate_up_proj": ("w1", "w3")}
@@ -20,6 +21,24 @@ NO_EP = "expert parallelism must be off"
 
 _V4_SCALES = (r"(\.experts\.\d+\.w[123])\.scale$", r"\1.weight_scale"), (r"\.scale$", ".weight_scale_inv")
 _V4_DOWN = ((".shared_experts.w2", ".shared_experts.down_proj"),)
+_V4_RENAMES = Renames(
+    regexes=_V4_SCALES,
+    substrings=_V4_DOWN,
+    prefixes=(
+        ("layers.", "model.layers."),
+        ("embed.", "model.embed."),
+        ("norm.", "model.norm."),
+        ("hc_head", "model.hc_head"),
+        ("mtp.", "model.mtp."),
+    ),
+    suffixes=(
+        ("head.weight", "lm_head.weight"),
+        ("embed.weight", "embed_tokens.weight"),
+        (".ffn.gate.bias", ".ffn.gate.e_score_correction_bias"),
+        (".input_scale", ".input_scale_2"),
+    ),
+)
+_V4_NEEDS = (NO_EP, "data parallel size 1 (0.31 and later raise a ValueError otherwise)", "n_shared_experts 1")
 _VL_PREFIXES = (
     ("model.visual.", "visual."),
     ("lm_head.", "language_model.lm_head."),
@@ -33,10 +52,11 @@ class AiterFamily:
 
     ``block`` and ``mtp_block`` are prefixes of a MoE block, with ``{index}`` for a decoder layer's number, ``{k}`` for
     a drafter layer's own number and ``{next}`` for the number it has after the decoder layers. ``flat`` families read
-    ``text_config`` as if it stood at the top level. ``mtp_names``: since 0.33 the drafter re-keys ``mtp.N``. ``mega_moe``: the
-    class runs the backend AITER MegaMoE. ``needs`` are conditions outside the checkpoint, for people. ``since`` None: the class
-    never fuses this way. ``names_since``: the first release whose class has the two mappings; before, ``packed`` and ``renames``
-    are empty.
+    ``text_config`` as if it stood at the top level. ``v4``: DeepSeek-V4's class, which alone has AITER MegaMoE and heterogeneous
+    fusion, and whose drafter re-keys ``mtp.N`` since 0.33. ``needs`` are conditions outside the checkpoint, for people. ``since``
+    None: the class never fuses this way. ``exists_since``: the first release that has the class. ``slots``: its loader puts shared
+    experts into the slots of routed ones. ``names_since``: the first release whose class has the two mappings; before, ``packed``
+    and ``renames`` are empty.
     """
 
     name: str
@@ -49,10 +69,11 @@ class AiterFamily:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: GATE_UP)
     renames: Renames = NO_RENAMES
     flat: bool = False
-    mtp_names: bool = False
-    mega_moe: bool = False
+    v4: bool = False
     needs: tuple[str, ...] = ()
     since: str | None = "0.29"
+    exists_since: str = "0.29"
+    slots: bool = True
     names_since: str = "0.29"
 
 
@@ -69,26 +90,23 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
         block="model.layers.{index}.ffn",
         mtp_block="model.layers.{next}.ffn",
         packed=W1_W3,
-        renames=Renames(
-            regexes=_V4_SCALES,
-            substrings=_V4_DOWN,
-            prefixes=(
-                ("layers.", "model.layers."),
-                ("embed.", "model.embed."),
-                ("norm.", "model.norm."),
-                ("hc_head", "model.hc_head"),
-                ("mtp.", "model.mtp."),
-            ),
-            suffixes=(
-                ("head.weight", "lm_head.weight"),
-                ("embed.weight", "embed_tokens.weight"),
-                (".ffn.gate.bias", ".ffn.gate.e_score_correction_bias"),
-                (".input_scale", ".input_scale_2"),
-            ),
-        ),
-        mtp_names=True,
-        mega_moe=True,
-        needs=(NO_EP, "data parallel size 1 (0.31 and later raise a ValueError otherwise)", "n_shared_experts 1"),
+        renames=_V4_RENAMES,
+        v4=True,
+        needs=_V4_NEEDS,
+    ),
+    AiterFamily(
+        name="DeepSeek-V4 (vision)",
+        source="models/deepseek_v4/common/vl_model.py: the text model inside keeps its own renaming of config entries",
+        architectures=_names("DeepseekV4ForConditionalGeneration"),
+        model_types=_names(),
+        block="language_model.model.layers.{index}.ffn",
+        mtp_block="model.layers.{next}.ffn",
+        packed=W1_W3,
+        renames=_V4_RENAMES,
+        v4=True,
+        needs=_V4_NEEDS,
+        since="0.30",
+        exists_since="0.30",
     ),
     AiterFamily(
         name="DeepSeek-V4.1",
@@ -109,8 +127,10 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
             ),
         ),
         flat=True,
-        needs=(NO_EP, "data parallel size 1 (0.31 and later raise a ValueError otherwise)", "n_shared_experts 1"),
+        needs=_V4_NEEDS,
         since="0.30",
+        exists_since="0.30",
+        slots=False,
         names_since="0.31",
     ),
     AiterFamily(
@@ -138,6 +158,7 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
         packed={},  # the text-only class has no packed_modules_mapping: its gate_up_proj matches by the fused name alone
         needs=("gfx950", "tensor parallel size 4 or 8", "data and prefill-context parallel size 1", NO_EP),
         since="0.32",
+        exists_since="0.30",
     ),
     AiterFamily(
         name="GLM-5-Next (vision)",
@@ -154,6 +175,7 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
         ),
         needs=("gfx950", "tensor parallel size 4 or 8", "data and prefill-context parallel size 1", NO_EP),
         since="0.32",
+        exists_since="0.30",
     ),
     AiterFamily(
         name="MiniMax-M3",
@@ -239,6 +261,7 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
         model_types=_names("alice_ai"),
         shared="shared_expert",
         since="0.33",
+        exists_since="0.33",
     ),
     AiterFamily(
         name="Kimi-K3",
@@ -252,11 +275,9 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
 
 
 def find_aiter_family(config: Mapping[str, Any]) -> AiterFamily | None:
-    """Find the model class by ``architectures``, else by ``model_type``, at the top level or in ``text_config``."""
-    architectures = config.get("architectures")
-    wanted = {name for name in architectures if isinstance(name, str)} if isinstance(architectures, list) else set()
+    """Find the model class by its name; a config that names none by its ``model_type``, at the top level or in ``text_config``."""
+    wanted = set(vllm_class_names(config))
     text = config.get("text_config")
     types = {place.get("model_type") for place in (config, text) if isinstance(place, Mapping)}
-    by_name = (family for family in AITER_FAMILIES if family.architectures & wanted)
-    by_type = (family for family in AITER_FAMILIES if family.model_types & types)
-    return next(by_name, None) or next(by_type, None)
+    found = (f for f in AITER_FAMILIES if (f.architectures & wanted if wanted else f.model_types & types))
+    return next(found, None)

@@ -13,7 +13,7 @@ has that backend; V4.1's switches it off (0.33 models/deepseek_v41/amd/model.py:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,15 @@ from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind, Role
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.families import find_aiter_family
-from fse_convert.servers.aiter.patterns import Renames, VerdictError
+from fse_convert.servers.aiter.heterogeneous import judge_heterogeneous
+from fse_convert.servers.aiter.patterns import VerdictError
 from fse_convert.servers.aiter.rules import AiterQuestion, AiterRules
-from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant, is_since
+from fse_convert.servers.aiter.vllm_config import NEWEST, RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant, is_since
+from fse_convert.servers.subject import vllm_class_names
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood, whole
 
+DRAFT_EXPORT = "NextN"
+"""How class names of drafts end that are exported for SGLang; vLLM has none of them."""
 SWITCH = "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS"
 SWITCHES = "ROCm, VLLM_ROCM_USE_AITER=1, ..._MOE=1, ..._FUSION_SHARED_EXPERTS=1"
 MEGA_MOE = (
@@ -36,13 +40,18 @@ MEGA_MOE = (
 """Flags and hardware that 0.33 models/deepseek_v4/amd/model.py:552-582 asks for."""
 
 
+HETEROGENEOUS = "gfx950, TP 8, no EP, EPLB, DP or PCP, --moe-backend aiter, BF16, no weight offloading"
+"""What 0.33 models/deepseek_v4/amd/model.py:232-300 asks of the machine (0.30:217-285 the same)."""
+
+
 @dataclass(frozen=True)
 class AiterTarget:
-    """A vLLM release on ROCm. ``mega_moe``: started with the backend AITER MegaMoE."""
+    """A vLLM release on ROCm. ``mega_moe``: started with the backend AITER MegaMoE. ``heterogeneous``: on the hardware of FHMoE."""
 
     name: str
     rules: VllmRelease
     mega_moe: bool = False
+    heterogeneous: bool = False
     engine: str = "vLLM ROCm"
     source: str = "model_executor/layers/quantization/utils/config_utils.py (is_shared_expert_quant_fse_compatible)"
 
@@ -54,32 +63,51 @@ class AiterTarget:
     @property
     def started_with(self) -> str:
         """Flags and hardware."""
-        return f"{SWITCHES}, {MEGA_MOE}" if self.mega_moe else SWITCHES
+        more = MEGA_MOE if self.mega_moe else HETEROGENEOUS if self.heterogeneous else ""
+        return f"{SWITCHES}, {more}" if more else SWITCHES
+
+
+def _others() -> Iterator[AiterTarget]:
+    for name, release in RELEASES.items():
+        if release.mega_moe:
+            yield AiterTarget(f"vllm-{name}-aiter-mega", release, mega_moe=True)
+    for name, release in RELEASES.items():
+        if release.heterogeneous:
+            source = "models/deepseek_v4/amd/model.py (_heterogeneous_shared_expert_enabled)"
+            yield AiterTarget(f"vllm-{name}-aiter-fhmoe", release, heterogeneous=True, source=source)
 
 
 AITER_TARGETS: tuple[AiterTarget, ...] = (
     *(AiterTarget(f"vllm-{name}-aiter", release) for name, release in RELEASES.items()),
-    *(AiterTarget(f"vllm-{name}-aiter-mega", release, mega_moe=True) for name, release in RELEASES.items() if release.mega_moe),
+    *_others(),
 )
 
 
 def ask_aiter(
     config: Mapping[str, Any], quant_config: Mapping[str, Any] | None, quantization: Quantization, target: AiterTarget
-) -> AiterQuestion | None:
-    """Put the question for a checkpoint's config.json and ``hf_quant_config.json``; None where the model class is not known."""
-    family = find_aiter_family(config)
+) -> AiterQuestion | Verdict:
+    """Put the question for a checkpoint's config.json and ``hf_quant_config.json``; the verdict where the release has no class."""
+    family, names, server = find_aiter_family(config), vllm_class_names(config), f"vLLM {target.release}"
+    if any(name.endswith(DRAFT_EXPORT) for name in names) or (family and not is_since(target.release, family.exists_since)):
+        what = f"model class {names[0]}" if names else f"class for {config.get('model_type')!r}"
+        return because(Outcome.REFUSED, "model-unsupported", f"{server} has no {what}")
     if family is None:
-        return None
+        message = f"no model class of vLLM {NEWEST} that is known to ask this has this architecture or type"
+        return because(Outcome.UNKNOWN, "model-unsupported", message)
     quant = build_vllm_quant(quantization, str(config.get("model_type", "")), target.rules)
     if config.get("quantization_config") is None and quant_config is not None:
         config = {**config, "quantization_config": quant_config}  # as transformers_utils/config.py does
-    return AiterQuestion(config, family, quant, target.rules, target.mega_moe)
+    return AiterQuestion(config, family, quant, target.rules, target.mega_moe, target.heterogeneous)
 
 
 def judge_layer(question: AiterQuestion, layer: LayerDescription) -> Verdict:
     """Judge one layer of a checkpoint: by the config, as vLLM does; tensors that are not understood take a yes back."""
     if layer.layer.shared is None:
         return NO_SHARED_EXPERT
+    if question.heterogeneous:
+        verdict = judge_heterogeneous(question)
+        if layer.layer.kind is LayerKind.DECODER or not verdict.fused:
+            return verdict
     judge_kind = judge_mtp_layer if layer.layer.kind is LayerKind.MTP else judge_decoder_layer
     verdict = judge_kind(question, layer.layer.index)
     unclear = [p for p in layer.problems if p.code != STACKED]  # vLLM loads stacked experts too
@@ -93,15 +121,19 @@ def judge_decoder_layer(question: AiterQuestion, index: int) -> Verdict:
 
 def judge_mtp_layer(question: AiterQuestion, k: int) -> Verdict:
     """Judge the MoE block of drafter layer ``k`` (``mtp.k`` in a DeepSeek-V4 checkpoint)."""
-    family, release = question.family, question.release
-    layers = question.read("num_hidden_layers", None)
-    if not isinstance(layers, int):
+    layers = question.decoder_layers
+    if layers is None:
         return because(Outcome.UNKNOWN, "aiter-config-unclear", "config.json has no num_hidden_layers")
-    if family.mtp_names and release.mtp_names:
-        drafter = Renames(prefixes=((f"model.mtp.{k}.", f"model.layers.{layers + k}."),))
-        prefixes = family.renames.prefixes + drafter.prefixes
-        question = replace(question, family=replace(family, renames=replace(family.renames, prefixes=prefixes)))
-    return judge_block(question, family.mtp_block.format(k=k, next=layers + k))
+    return judge_block(drafter(question, k, layers), question.family.mtp_block.format(k=k, next=layers + k))
+
+
+def drafter(question: AiterQuestion, k: int, layers: int) -> AiterQuestion:
+    """Return the question with the renaming that the drafter applies for its layer ``k``, after ``layers`` decoder layers."""
+    family = question.family
+    if not (family.v4 and question.release.mtp_names):
+        return question
+    prefixes = (*family.renames.prefixes, (f"model.mtp.{k}.", f"model.layers.{layers + k}."))
+    return replace(question, family=replace(family, renames=replace(family.renames, prefixes=prefixes)))
 
 
 def judge_block(question: AiterQuestion, block: str) -> Verdict:
@@ -112,7 +144,7 @@ def judge_block(question: AiterQuestion, block: str) -> Verdict:
 
 def _mega_moe_refusal(question: AiterQuestion) -> Verdict | None:
     """Apply what the model class asks beside the quantisation's rules (0.33 models/deepseek_v4/amd/model.py:552-590, 683-731)."""
-    if not question.family.mega_moe:
+    if not question.family.v4:
         message = f"vLLM {question.release.name} has AITER MegaMoE for DeepSeek-V4 only, not for {question.family.name}"
         return because(Outcome.REFUSED, "model-unsupported", message)
     if question.read("expert_dtype", "fp4") != "fp4":
@@ -171,41 +203,10 @@ def judge_model(layers: Iterable[Verdict]) -> Verdict:
 
 
 def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
-    """Note what the verdicts do not say: what vLLM's rules overlook, and where loading changes numbers."""
-    fused = [d for d, v in zip(layers, verdicts, strict=True) if v.fused and d.routed and d.shared]
-    found = [*doubts(question)]
-    if question.mega_moe:
-        apart = [d for d in fused if d.routed and d.routed.formats[Role.GATE].kind is not StorageKind.MXFP4]
-        message = "the config calls routed experts MXFP4, but they are stored otherwise"
-        changed = [d for d in fused if d.shared and d.shared.formats[Role.GATE].kind is not StorageKind.MXFP4]
-        if changed:
-            requantised = f"vLLM requantises the shared experts of {len(changed)} layers to MXFP4 while loading"
-            hint = "the result is not that of the checkpoint's own weights"
-            found.append(Reason("aiter-requantised", requantised, hint=hint))
-    else:
-        apart = [d for d in fused if d.routed and d.shared and not d.routed.stored_like(d.shared)]
-        message = "the config calls routed and shared experts alike, but they are stored otherwise"
-    if apart:  # the rules read configs only (ROCm/ATOM#958)
-        where = f"{message} in {len(apart)} layers, {apart[0].layer.name} first"
-        found.append(Reason("aiter-storage-differs", where, hint="vLLM would fuse and then fail to load, or load wrongly"))
-    return tuple(found)
-
-
-def doubts(question: AiterQuestion) -> tuple[Reason, ...]:
-    """Note what vLLM's rules overlook in this checkpoint: a layer judged as fused may still fail or compute wrongly."""
-    quant, release = question.quant, question.release
-    found = []
-    overlooked = quant.kind is VllmQuantKind.FP8 and quant.class_name == "DeepseekV4FP8Config"
-    if overlooked and not quant.from_quark and question.read("expert_dtype", "fp4") == "fp4":
-        message = (
-            f"vLLM {release.name} judges DeepSeek-V4 on ROCm by its FP8 rule, which does not see that routed experts are "
-            "MXFP4 and shared experts FP8"
-        )
-        seeing = next(name for name, row in RELEASES.items() if row.v41_class_checked)
-        found.append(Reason("aiter-fp4-overlooked", message, hint=f"serve with {SWITCH}=0, or with vLLM {seeing}"))
-    layers = quant.quark.get("layer_quant_config")
-    unread = [key for key in layers if key.startswith("re:")] if isinstance(layers, Mapping) else []
-    if unread:
-        message = f"vLLM does not read the {len(unread)} entries of layer_quant_config that start with re:, such as {unread[0]}"
-        found.append(Reason("aiter-quark-regex-unread", message, hint="those modules count as having the global scheme"))
-    return tuple(found)
+    """Say where loading changes numbers: shared experts requantised to MXFP4."""
+    fused = (d.shared for d, v in zip(layers, verdicts, strict=True) if v.fused and d.shared)
+    changed = [shared for shared in fused if shared.formats[Role.GATE].kind is not StorageKind.MXFP4]
+    if not question.mega_moe or not changed:
+        return ()
+    message = f"vLLM requantises the shared experts of {len(changed)} layers to MXFP4 while loading"
+    return (Reason("aiter-requantised", message, hint="the result is not that of the checkpoint's own weights"),)

@@ -34,7 +34,6 @@ from fse_convert.servers.aiter.vllm_config import (
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 EXPERT_DTYPES = ("fp4", "fp8")
-DEFAULT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class AiterQuestion:
     """One checkpoint and one way of serving it.
 
     ``config`` is config.json. ``mega_moe``: served with ``--moe-backend aiter_mega_moe``, and shared experts requantised to MXFP4
-    while loading.
+    while loading. ``heterogeneous``: on the hardware of `fse_convert.servers.aiter.heterogeneous`.
     """
 
     config: Mapping[str, Any]
@@ -50,6 +49,19 @@ class AiterQuestion:
     quant: VllmQuant
     release: VllmRelease
     mega_moe: bool = False
+    heterogeneous: bool = False
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What the model class asks outside the checkpoint."""
+        return () if self.mega_moe or self.heterogeneous else self.family.needs
+
+    @property
+    def decoder_layers(self) -> int | None:
+        """The number of decoder layers, which models inside of others write into ``text_config``; None where it stands nowhere."""
+        text = self.config.get("text_config")
+        places = (place for place in (self.config, text) if isinstance(place, Mapping))
+        return next((value for place in places if isinstance(value := place.get("num_hidden_layers"), int)), None)
 
     @property
     def packed(self) -> Packed:
@@ -61,7 +73,7 @@ class AiterQuestion:
         """Renaming of checkpoint modules by the server's model class."""
         return self.family.renames if is_since(self.release.name, self.family.names_since) else NO_RENAMES
 
-    def read(self, key: str, default: Any = DEFAULT) -> Any:
+    def read(self, key: str, default: Any = None) -> Any:
         """Read an attribute of the server's config object, where V4.1's ``text_config`` is laid flat.
 
         vllm/transformers_utils/configs/deepseek_v41.py; it also takes ``expert_dtype`` out of ``quantization_config``.
@@ -71,12 +83,10 @@ class AiterQuestion:
         if self.family.flat and isinstance(text, Mapping):
             places.append(text)
         if self.family.flat and key == "expert_dtype":
-            places.append(self.read("quantization_config", None) or {})
+            places.append(self.read("quantization_config") or {})
         for place in places:
             if key in place:
                 return place[key]
-        if default is DEFAULT:
-            raise UnclearError(f"config.json has no {key}")
         return default
 
 
@@ -158,7 +168,7 @@ class AiterRules:
         question, label = self.question, self.question.release.label
         if self._expert_dtype() != "fp4":
             raise NotFusedError("aiter-deepseek-routed-not-mxfp4", f"{label} routed experts are not MXFP4")
-        raw = question.read("quantization_config", None)
+        raw = question.read("quantization_config")
         if raw is None:
             raise NotFusedError("aiter-deepseek-no-quantization", f"{label} has no quantization configuration")
         if not is_quark_mxfp4(raw):
@@ -176,7 +186,9 @@ class AiterRules:
 
     def _checkpoint_prefix(self) -> str:
         """Return the shared expert's name in a DeepSeek-V4 checkpoint; layers after the last decoder layer are MTP's."""
-        index, layers = layer_index(self.shared), self.question.read("num_hidden_layers")
+        index, layers = layer_index(self.shared), self.question.decoder_layers
+        if layers is None:
+            raise UnclearError("config.json has no num_hidden_layers")
         layer = f"mtp.{index - layers}" if index >= layers else f"layers.{index}"
         return f"{layer}.ffn.shared_experts"
 

@@ -30,6 +30,7 @@ class VllmRelease:
     * ``fp4_only``: the DeepSeek rule refuses any expert_dtype but fp4 instead of passing it on to the FP8 rule.
     * ``label``: how messages call the model.
     * ``mega_moe``: the check knows the backend AITER MegaMoE, whose shared experts are requantised while loading.
+    * ``heterogeneous``: DeepSeek-V4's class has the fusion of `fse_convert.servers.aiter.heterogeneous`.
     * ``mxfp8``: there is a rule for ModelOpt MXFP8.
     * ``exclude_by_name``: any Quark exclude with the word "shared_expert" counts, whatever it matches.
     * ``modelopt_exclude``: the keys of config.json that list what ModelOpt leaves out (modelopt.py).
@@ -44,6 +45,7 @@ class VllmRelease:
     fp4_only: bool = True
     label: str = "DeepSeek-V4"
     mega_moe: bool = False
+    heterogeneous: bool = True
     mxfp8: bool = False
     exclude_by_name: bool = False
     modelopt_exclude: tuple[str, ...] = ("ignore",)
@@ -54,7 +56,7 @@ class VllmRelease:
 RELEASES: Mapping[str, VllmRelease] = {
     release.name: release
     for release in (
-        VllmRelease("0.29", quark_as_deepseek=True, v41_class=False, exclude_by_name=True),
+        VllmRelease("0.29", quark_as_deepseek=True, v41_class=False, heterogeneous=False, exclude_by_name=True),
         VllmRelease("0.30", quark_as_deepseek=True),
         VllmRelease("0.31"),
         VllmRelease("0.32"),

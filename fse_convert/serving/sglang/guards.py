@@ -10,7 +10,7 @@ import logging
 import pkgutil
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 from fse_convert.serving.sglang.modules import KEEP, NAME, reason, sealed_modules
 from fse_convert.serving.sidecar import refuse
@@ -41,26 +41,22 @@ def refuse_check(original: Callable[..., Any], checker: Any, *args: Any, **kwarg
     return original(checker, *args, **kwargs)
 
 
-def refuse_save(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to save weights by a RuntimeError, as 0.5.23 does. AROUND the saves of 0.5.22."""
-    if sealed_modules(exporter.get_model()):
-        raise RuntimeError(reason("weight exports"))
-    return original(exporter, *args, **kwargs)
+def _refuse_export(answer: Callable[[], Any]) -> Callable[..., Any]:
+    """Make a hook that answers for a 0.5.22 which would export what is freed, as 0.5.23 does. AROUND methods of `EXPORTER`."""
+
+    def hook(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs: Any) -> Any:
+        return answer() if sealed_modules(exporter.get_model()) else original(exporter, *args, **kwargs)
+
+    return hook
 
 
-def refuse_send(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse transfers to other instances by ``(False, reason)``, as 0.5.23 does. AROUND those of 0.5.22."""
-    if sealed_modules(exporter.get_model()):
-        return False, reason("transfers to other instances")
-    return original(exporter, *args, **kwargs)
+def _raise_reason() -> NoReturn:
+    raise RuntimeError(reason("weight exports"))
 
 
-def refuse_get(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to export a weight: log why and return None, as 0.5.23 does. AROUND ``get_weights_by_name`` of 0.5.22."""
-    if sealed_modules(exporter.get_model()):
-        logger.error(reason("weight exports"))
-        return None
-    return original(exporter, *args, **kwargs)
+refuse_save = _refuse_export(_raise_reason)
+refuse_send = _refuse_export(lambda: (False, reason("transfers to other instances")))
+refuse_get = _refuse_export(lambda: logger.error(reason("weight exports")))  # None stands for no weight
 
 
 PROBE = object()

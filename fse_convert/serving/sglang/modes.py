@@ -16,25 +16,32 @@ from fse_convert.serving.sglang.modules import CAP, KEEP
 Leaf = Callable[[str], Any]
 """Reads one value of SGLang's resolved configuration by its flat name; None when the release has no such value."""
 
+LORA = "LoRA on experts reads their scales (lora/moe/quant_info.py:48)"
 LOADERS = frozenset({"DefaultModelLoader", "DummyModelLoader"})
 """Loaders after which nothing reads the parameters again. The class counts: two others rewrite their ``--load-format`` to auto."""
+
+
+def _is_set(value: Any, _leaf: Leaf) -> bool:
+    return bool(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A mode that reads the originals.
 
-    ``leaf``: the configuration value that shows it, ``hit``: by which values. ``why`` it reads them, and what to ``change``.
+    ``leaf``: the configuration value that shows it, ``why`` it reads them, ``hit``: by which values it is on. ``instead``: what
+    to set; the option can be left out if that is not given.
     """
 
     leaf: str
-    hit: Callable[[Any, Leaf], bool]
     why: str
-    change: str
+    hit: Callable[[Any, Leaf], bool] = _is_set
+    instead: str = ""
 
-
-def _is_set(value: Any, _leaf: Leaf) -> bool:
-    return bool(value)
+    @property
+    def change(self) -> str:
+        """What to change."""
+        return self.instead or f"leave out --{self.leaf.replace('_', '-')}"
 
 
 def _above_cap(requests: Any, leaf: Leaf) -> bool:
@@ -54,85 +61,65 @@ def _above_cap(requests: Any, leaf: Leaf) -> bool:
 
 MODES: tuple[Mode, ...] = (
     Mode(
-        "weight_cache_mode", lambda v, _: v not in (None, "off"),
+        "weight_cache_mode",
         "the IPC weight cache shares every named parameter (weight_cache/daemon.py:444, ipc_loader.py:411)",
+        lambda v, _: v not in (None, "off"),
         "--weight-cache-mode off",
     ),
     Mode(
-        "remote_instance_weight_loader_start_seed_via_transfer_engine", _is_set,
+        "remote_instance_weight_loader_start_seed_via_transfer_engine",
         "other instances copy this one's parameters (model_loader/remote_instance_weight_loader_utils.py:144)",
-        "leave out --remote-instance-weight-loader-start-seed-via-transfer-engine",
     ),
+    Mode("modelexpress_config", "ModelExpress publishes this instance's parameters to others (model_loader/loader.py:3235)"),
     Mode(
-        "modelexpress_config", _is_set,
-        "ModelExpress publishes this instance's parameters to others (model_loader/loader.py:3235)",
-        "leave out --modelexpress-config",
-    ),
-    Mode(
-        "checkpoint_engine_wait_weights_before_ready", _is_set,
+        "checkpoint_engine_wait_weights_before_ready",
         "the checkpoint engine writes new weights over the loaded ones (an online weight update)",
-        "leave out --checkpoint-engine-wait-weights-before-ready",
     ),
+    Mode("custom_weight_loader", "custom weight loaders serve online weight updates, as RL training does (weight_updater.py:379)"),
+    Mode("rl_quant_profile", "FlashRL loads new weights over the old ones (model_loader/loader.py:1165)"),
     Mode(
-        "custom_weight_loader", _is_set,
-        "custom weight loaders serve online weight updates, as RL training does (weight_updater.py:379)",
-        "leave out --custom-weight-loader",
-    ),
-    Mode(
-        "rl_quant_profile", _is_set,
-        "FlashRL loads new weights over the old ones (model_loader/loader.py:1165)",
-        "leave out --rl-quant-profile",
-    ),
-    Mode(
-        "enable_memory_saver", lambda v, leaf: bool(v) and not leaf("enable_weights_cpu_backup"),
+        "enable_memory_saver",
         "weights that the memory saver releases come back only by an online weight update, as in RL training",
+        lambda v, leaf: bool(v) and not leaf("enable_weights_cpu_backup"),
         "--enable-weights-cpu-backup, or leave out --enable-memory-saver",
     ),
+    Mode("elastic_ep_backend", "elastic EP loads experts again after a rank is lost (eplb/eplb_manager.py:337-343)"),
+    Mode("enable_lora", LORA),
+    Mode("lora_paths", LORA),
     Mode(
-        "elastic_ep_backend", _is_set,
-        "elastic EP loads experts again after a rank is lost (eplb/eplb_manager.py:337-343)",
-        "leave out --elastic-ep-backend",
-    ),
-    Mode(
-        "enable_lora", _is_set,
-        "LoRA on experts reads their scales (lora/moe/quant_info.py:48)",
-        "leave out --enable-lora",
-    ),
-    Mode(
-        "lora_paths", _is_set,
-        "LoRA on experts reads their scales (lora/moe/quant_info.py:48)",
-        "leave out --lora-paths",
-    ),
-    Mode(
-        "startup_weight_load_mode", lambda v, _: v not in (None, "serial"),
+        "startup_weight_load_mode",
         "the weights arrive after the kernel's copies are made (model_loader/loader.py, commit_model_weights)",
+        lambda v, _: v not in (None, "serial"),
         "--startup-weight-load-mode serial",
     ),
     Mode(
-        "model_path", lambda v, _: str(v).startswith("instance://"),
+        "model_path",
         f"with an instance connector SGLang does not check that batches stay below {CAP}; above it the unfused path reads the "
         "originals (arg_groups/mega_moe_hook.py:83)",
+        lambda v, _: str(v).startswith("instance://"),
         "a local path or a hub id as --model-path",
     ),
     Mode(
-        "disaggregation_mode", lambda v, _: v == "decode",
+        "disaggregation_mode",
         f"on decode nodes SGLang does not check prefill batches against {CAP}; above it the unfused path reads the originals "
         "(arg_groups/mega_moe_hook.py:181)",
+        lambda v, _: v == "decode",
         "--disaggregation-mode null or prefill",
     ),
     Mode(
-        "enable_dynamic_chunking", lambda v, leaf: bool(v) and (leaf("pp_size") or 1) > 1,
+        "enable_dynamic_chunking",
         f"with pipeline parallelism and dynamic chunking SGLang does not check batches against {CAP}; above it the unfused path "
         "reads the originals (arg_groups/mega_moe_hook.py:185)",
-        "leave out --enable-dynamic-chunking",
+        lambda v, leaf: bool(v) and (leaf("pp_size") or 1) > 1,
     ),
     Mode(
-        "max_running_requests", _above_cap,
+        "max_running_requests",
         f"that many requests per data-parallel rank, times the tokens of each per step, are more than {CAP}: SGLang runs such a "
         "decode batch without a CUDA graph on the unfused path, which reads the originals (layers/moe/mega_moe.py:192)",
+        _above_cap,
         f"--max-running-requests lower, or {CAP} higher",
     ),
-)  # fmt: skip
+)
 
 
 def refuse(loader: str, leaf: Leaf) -> None:

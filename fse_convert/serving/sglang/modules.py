@@ -85,98 +85,73 @@ def check_contents(shared_experts: Any, shared: KernelShared) -> None:
     128x128 blocks (packed scales, layers/quantization/fp8_utils.py:2147), the values. Weights shuffled for FlashInfer are not
     compared, nor their scales. Raises NotServable.
     """
-    from fse_convert.layout.megamoe import INTERLEAVE
+    import torch
+
+    from fse_convert.layout import megamoe, ue8m0
 
     gate_up, down = shared_experts.gate_up_proj, shared_experts.down_proj
     if any(getattr(linear, "weight_scale_inv_shuffled", None) is not None for linear in (gate_up, down)):
         return
     # Views alone, since copies would add to the peak of loading. Rows in groups of 8, which alternate between gate and up in L1.
     h, s = shared.l2_weight.shape
-    l1 = _bytes(shared.l1_weight).view(-1, 2, INTERLEAVE, h)
-    gate, up = _bytes(gate_up.weight.data).view(2, -1, INTERLEAVE, h)
-    l2, loaded_l2 = (_bytes(t).view(-1, INTERLEAVE, s) for t in (shared.l2_weight, down.weight.data))
-    pairs = ((gate, l1[:, 0]), (up, l1[:, 1]), (loaded_l2, l2))
-    if _is_packed(down):
-        same = _requantised(gate_up, down, pairs, shared)
-    else:
-        same = all(_equal(*pair) for pair in pairs) and _same_scales(gate_up, down, shared)
-    if not same:
+    ours, theirs, ours_l2, theirs_l2 = (
+        t.view(torch.uint8) for t in (shared.l1_weight, gate_up.weight.data, shared.l2_weight, down.weight.data)
+    )
+    l1, loaded = ours.view(-1, 2, megamoe.INTERLEAVE, h), theirs.view(2, -1, megamoe.INTERLEAVE, h)
+    l2, loaded_l2 = (t.view(-1, megamoe.INTERLEAVE, s) for t in (ours_l2, theirs_l2))
+    weights = ((loaded[0], l1[:, 0]), (loaded[1], l1[:, 1]), (loaded_l2, l2))
+    scales = (*megamoe.l1_scale_inverse(shared.l1_scale.t()), megamoe.l2_scale_inverse(shared.l2_scale.t()))
+    loaded_scales = (*_row_scales(gate_up, 2 * s, h).chunk(2), _row_scales(down, h, s))
+    same = _same_values if down.weight_scale_inv.dtype == torch.int32 else _same_bits
+    if not all(same(*w, a, ue8m0.to_fp32(b)) for w, a, b in zip(weights, loaded_scales, scales, strict=True)):
         message = "fse/ holds other weights than the shards beside it"
         hint = f"convert the checkpoint again after every change to its weights; {KEEP}"
         refuse("sidecar-stale", message, gate_up.prefix, hint)
 
 
-def _bytes(weight: Tensor) -> Tensor:
-    import torch
+def _row_scales(linear: Any, n: int, k: int) -> Tensor:
+    """Return the loaded scales of a linear, FP32 ``[n, k / 32]``.
 
-    return weight.view(torch.uint8)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    import torch
-
-    return torch.equal(a, b)
-
-
-def _is_packed(linear: Any) -> bool:
-    import torch
-
-    return bool(linear.weight_scale_inv.dtype == torch.int32)
-
-
-def _same_scales(gate_up: Any, down: Any, shared: KernelShared) -> bool:
-    """Compare block scales as loaded, FP32 or E8M0 bytes, with those of ``fse/``: one per row and 32 columns, all of them.
-
-    Blocks as SGLang's builder of the kernel's tensors takes them (layers/moe/mega_moe.py:732).
+    They are per block, FP32 or E8M0 bytes, as SGLang's builder of the kernel's tensors takes them (layers/moe/mega_moe.py:732),
+    or int32 with a byte per row and 128 columns of K.
     """
-    import torch
-
-    from fse_convert.layout import megamoe, ue8m0
-
-    ours = (torch.cat(megamoe.l1_scale_inverse(shared.l1_scale.t())), megamoe.l2_scale_inverse(shared.l2_scale.t()))
-    for linear, scale in zip((gate_up, down), ours, strict=True):
-        rows, columns = linear.quant_method.quant_config.weight_block_size
-        loaded = linear.weight_scale_inv.data
-        values = ue8m0.to_fp32(loaded) if loaded.dtype in {torch.uint8, torch.float8_e8m0fnu} else loaded.float()
-        theirs = values.repeat_interleave(rows, 0).repeat_interleave(columns // ue8m0.GROUP, 1)
-        if not _equal(theirs[: scale.shape[0], : scale.shape[1]], ue8m0.to_fp32(scale)):
-            return False
-    return True
-
-
-def _requantised(gate_up: Any, down: Any, pairs: Iterable[tuple[Tensor, Tensor]], shared: KernelShared) -> bool:
-    """Compare the values of weights that SGLang has requantised with those of ``fse/``, a few rows at a time.
-
-    ``pairs``: loaded and ours, uint8 ``[n / 8, 8, k]``. Loaded scales: int32 with a byte per row and 128 columns of K.
-    """
-    from fse_convert.layout import megamoe
-    from fse_convert.layout.megamoe import INTERLEAVE
-
-    width = shared.l2_weight.shape[1]
-    packed = gate_up.weight_scale_inv.data
-    loaded_scales = (packed[:width], packed[width:], down.weight_scale_inv.data)
-    scales = (*megamoe.l1_scale_inverse(shared.l1_scale.t()), megamoe.l2_scale_inverse(shared.l2_scale.t()))
-    for (loaded, ours), loaded_scale, scale in zip(pairs, loaded_scales, scales, strict=True):
-        for row in range(0, scale.shape[0], ROWS_AT_ONCE):
-            rows, groups = slice(row, row + ROWS_AT_ONCE), slice(row // INTERLEAVE, (row + ROWS_AT_ONCE) // INTERLEAVE)
-            weights = (loaded[groups].flatten(0, 1), ours[groups].flatten(0, 1))
-            if not _same_values(weights[0], loaded_scale[rows], weights[1], scale[rows]):
-                return False
-    return True
-
-
-def _same_values(loaded: Tensor, packed: Tensor, weight: Tensor, scale: Tensor) -> bool:
-    """Compare values of uint8 weights: ``packed`` int32 has a scale byte per row and 128 columns, ``scale`` one per row and 32."""
     import torch
 
     from fse_convert.layout import ue8m0
 
-    k = weight.shape[1]
-    shifts = torch.tensor([0, 8, 16, 24], device=packed.device, dtype=torch.int32)
-    coarse = ((packed[:, :, None] >> shifts) & 0xFF).flatten(1)[:, : k // 128].to(torch.uint8)
-    theirs = loaded.view(torch.float8_e4m3fn).float() * ue8m0.to_fp32(coarse).repeat_interleave(128, 1)
-    ours = weight.view(torch.float8_e4m3fn).float() * ue8m0.to_fp32(scale).repeat_interleave(ue8m0.GROUP, 1)
-    return bool((theirs - ours).abs().max() <= VALUE_TOLERANCE * ours.abs().max() + 1e-12)
+    loaded = linear.weight_scale_inv.data
+    if loaded.dtype == torch.int32:
+        shifts = torch.tensor([0, 8, 16, 24], device=loaded.device, dtype=torch.int32)
+        loaded, rows, columns = ((loaded[:, :, None] >> shifts) & 0xFF).flatten(1).to(torch.uint8), 1, 128
+    else:
+        rows, columns = linear.quant_method.quant_config.weight_block_size
+    values = ue8m0.to_fp32(loaded) if loaded.dtype in {torch.uint8, torch.float8_e8m0fnu} else loaded.float()
+    return values.repeat_interleave(rows, 0).repeat_interleave(columns // ue8m0.GROUP, 1)[:n, : k // ue8m0.GROUP]
+
+
+def _same_bits(loaded: Tensor, ours: Tensor, loaded_scale: Tensor, scale: Tensor) -> bool:
+    import torch
+
+    return torch.equal(loaded, ours) and torch.equal(loaded_scale, scale)
+
+
+def _same_values(loaded: Tensor, ours: Tensor, loaded_scale: Tensor, scale: Tensor) -> bool:
+    """Compare the values of weights that SGLang has requantised, a few rows at a time.
+
+    Weights: uint8 ``[n / 8, 8, k]``; scales: FP32 ``[n, k / 32]``.
+    """
+    import torch
+
+    def values(weight: Tensor, scales: Tensor, row: int) -> Tensor:
+        codes = weight[row // weight.shape[1] : (row + ROWS_AT_ONCE) // weight.shape[1]].flatten(0, 1)
+        factors = scales[row : row + ROWS_AT_ONCE]
+        return codes.view(torch.float8_e4m3fn).float() * factors.repeat_interleave(codes.shape[1] // factors.shape[1], 1)
+
+    for row in range(0, scale.shape[0], ROWS_AT_ONCE):
+        theirs, right = values(loaded, loaded_scale, row), values(ours, scale, row)
+        if not (theirs - right).abs().max() <= VALUE_TOLERANCE * right.abs().max() + 1e-12:
+            return False
+    return True
 
 
 def to_device(shared: KernelShared, device: Any) -> KernelShared:

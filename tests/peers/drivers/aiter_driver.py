@@ -231,6 +231,10 @@ def ask(case: dict) -> dict:
             answer["class"] = type(quant).__name__ if quant is not None else ""
             answer["module"] = type(quant).__module__
             answer["stage"] = "check"
+            if case.get("modules"):
+                schemes = {name: quant.get_layer_quant_config_from_name(name) for name in case["modules"]}
+                general = quant.quant_config["global_quant_config"]
+                answer["schemes"] = {name: (scheme or general)["weight"]["dtype"] for name, scheme in schemes.items()}
             check, block, shared = config_utils.is_shared_expert_quant_fse_compatible, case["block"], case["shared"]
             takes_backend = "moe_backend" in inspect.signature(check).parameters
             backend = {"moe_backend": case["moe_backend"]} if case.get("moe_backend") and takes_backend else {}

@@ -1,0 +1,374 @@
+"""What a server does to a checkpoint after it has decided how to run it: loads that fail, and weights that are read wrongly.
+
+Its own check reads configs, so it can say yes to tensors that its loader then cannot place, or places as what they are not. Each
+row of `HAZARDS` is one such case, decidable from headers and configs, with the release and file that it was read from. A layer
+that a row applies to is `Outcome.UNSAFE`, whatever the check says; where the server does not start at all, the row is one more
+reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.formats import Format, StorageKind
+from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.quantization import FP8_METHODS
+from fse_convert.servers.aiter.patterns import quark_layer_config
+from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
+from fse_convert.servers.aiter.rules import EXPERT_DTYPES, AiterQuestion
+from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, is_since
+from fse_convert.servers.quark import SglangQuark, is_fp4, specs
+from fse_convert.servers.slots import SlotTarget
+from fse_convert.servers.subject import Subject
+from fse_convert.servers.targets import Target
+from fse_convert.servers.verdict import Outcome, Reason, Verdict
+
+OFF = f"serve with {SWITCH}=0"
+AS_F32 = "store the scales of routed and shared experts as F32, which holds every power of two as it is"
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """One layer in one server. ``own``: the verdict of the server's check. ``question``: what AITER targets ask."""
+
+    subject: Subject
+    target: Target | AiterTarget | SlotTarget
+    layer: LayerDescription
+    own: Verdict
+    question: AiterQuestion | None = None
+
+    @property
+    def server(self) -> str:
+        """The server for people."""
+        return f"{self.target.engine} {self.target.release}"
+
+    @property
+    def is_vllm(self) -> bool:
+        """True for vLLM on any hardware."""
+        return self.target.engine.startswith("vLLM")
+
+    @property
+    def is_slots(self) -> bool:
+        """True for SGLang's slots, for a model whose gate is known."""
+        return self.is_sglang and self.own.outcome is not Outcome.UNKNOWN
+
+    @property
+    def is_sglang(self) -> bool:
+        """True for SGLang as it is asked for slots."""
+        return isinstance(self.target, SlotTarget) and self.target.engine == "SGLang"
+
+    @property
+    def method(self) -> str | None:
+        """The quantisation's method."""
+        return self.subject.quantization.method
+
+    @property
+    def is_drafter(self) -> bool:
+        """True for a layer of the drafter."""
+        return self.layer.layer.kind is LayerKind.MTP
+
+    @property
+    def by_slots(self) -> bool:
+        """True where vLLM's check says that it puts this shared expert into a slot, as it is stored."""
+        ways = self.question is not None and not self.question.mega_moe and (self.is_drafter or not self.question.heterogeneous)
+        return ways and self.own.fused
+
+    @property
+    def is_v4(self) -> bool:
+        """True where an AITER target runs DeepSeek-V4's class."""
+        return self.question is not None and self.question.family.v4
+
+    @property
+    def is_v41(self) -> bool:
+        """True where an AITER target runs DeepSeek-V4.1's class."""
+        return self.question is not None and self.question.family.name == "DeepSeek-V4.1"
+
+    def since(self, release: str) -> bool:
+        """Tell whether the server is of this release or later."""
+        return is_since(self.target.release, release)
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """One way to fail. ``applies`` gets a layer whose experts are understood; the server's name stands before the ``message``."""
+
+    code: str
+    message: str
+    hint: str
+    source: str
+    applies: Callable[[Situation, ExpertGroup, ExpertGroup], bool]
+
+
+def endangered(situation: Situation) -> Verdict:
+    """Return the verdict of the server's check, or that following it is unsafe."""
+    own, routed, shared = situation.own, situation.layer.routed, situation.layer.shared
+    pathless = own.outcome is Outcome.REFUSED and any(r.code == "model-unsupported" for r in own.reasons)
+    if routed is None or shared is None or pathless:
+        return own
+    rows = [h for h in HAZARDS if h.applies(situation, routed, shared)]
+    if not rows:
+        rows = [h for h in LAST if h.applies(situation, routed, shared)]
+    if not rows:
+        return own
+    reasons = (Reason(h.code, f"{situation.server} {h.message}", hint=h.hint) for h in rows)
+    if own.outcome in (Outcome.REFUSED, Outcome.ERROR):
+        return Verdict(own.outcome, (*own.reasons, *reasons))
+    return Verdict(Outcome.UNSAFE, (*(own.reasons if own.outcome is not Outcome.UNKNOWN else ()), *reasons))
+
+
+def _gate(group: ExpertGroup) -> Format:
+    return group.formats[Role.GATE]
+
+
+def _is(group: ExpertGroup, kind: StorageKind, *scales: str) -> bool:
+    return any(f.kind is kind and (not scales or f.scale_dtype in scales) for f in group.formats.values())
+
+
+def _native_fp8(s: Situation) -> bool:
+    return s.method in FP8_METHODS
+
+
+def _expert_dtype_unread(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
+    stored = _gate(routed).kind.facts.expert_dtype
+    if s.question is None or not (s.is_v4 or s.is_v41) or s.question.quant.class_name != "DeepseekV4FP8Config":
+        return False
+    read = s.question.read("expert_dtype", "fp4")
+    return not s.question.quant.from_quark and stored is not None and read in EXPERT_DTYPES and read != stored
+
+
+def _e8m0_experts(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
+    if not (s.is_vllm and _native_fp8(s) and _is(routed, StorageKind.FP8_BLOCK, "F8_E8M0", "U8")):
+        return False
+    return (s.is_v4 or s.is_v41) if s.question else s.subject.description.model_type in V4_TYPES
+
+
+def _e8m0_slot(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    both = _is(routed, StorageKind.FP8_BLOCK, "F32") and _is(shared, StorageKind.FP8_BLOCK, "F8_E8M0", "U8")
+    return both and s.by_slots and s.is_v4
+
+
+def _overlooked(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    quant = s.question.quant if s.question else None
+    by_fp8 = quant is not None and quant.kind is VllmQuantKind.FP8 and not quant.from_quark
+    return by_fp8 and s.by_slots and s.is_v4 and _is(routed, StorageKind.MXFP4) and _gate(shared).scale == "scale"
+
+
+def _drafter(s: Situation, _: ExpertGroup, __: ExpertGroup) -> bool:
+    return s.is_drafter and s.by_slots and s.is_v4
+
+
+def _aiter_takes_no_block(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
+    return s.is_v41 and s.since("0.31") and _is(routed, StorageKind.FP8_BLOCK)
+
+
+def _no_redirect(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    return s.by_slots and bool(s.question and not s.question.family.slots) and not _aiter_takes_no_block(s, routed, shared)
+
+
+def _vllm_misreads(s: Situation, _: ExpertGroup, __: ExpertGroup) -> bool:
+    if s.question is None or s.question.quant.kind is not VllmQuantKind.QUARK or s.is_v41:
+        return False
+    k = s.layer.layer.index if s.is_drafter else None
+    return bool(misread(s.question, s.subject.fp8_modules(s.layer.layer.name), k))
+
+
+def misread(question: AiterQuestion, modules: tuple[str, ...], k: int | None = None) -> tuple[str, ...]:
+    """Return those FP8 modules of a Quark checkpoint that vLLM builds as FP4. ``k``: the drafter layer that they are of."""
+    layers, here, there = question.decoder_layers, "", ""
+    if k is not None and question.family.v4:
+        if layers is None:
+            return ()
+        question, here, there = drafter(question, k, layers), f"mtp.{k}.", f"model.layers.{layers + k}."
+    found = question.renames.apply_keys(specs(question.quant.quark.get("layer_quant_config")))
+    general = question.quant.quark.get("global_quant_config")
+    names = {module: question.renames.apply(module.replace(here, there, 1) if here else module) for module in modules}
+    return tuple(module for module, name in names.items() if is_fp4(quark_layer_config(name, found) or general))
+
+
+def _globbed(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    exclude = s.subject.quantization.raw.get("exclude")
+    if not (s.by_slots and s.method == "quark" and _is(shared, StorageKind.PLAIN) and isinstance(exclude, list)):
+        return False
+    names = [projection.name for expert in shared.experts for projection in expert.projections.values()]
+    globs = [entry for entry in exclude if isinstance(entry, str) and "*" in entry and not entry.startswith("re:")]
+    return not _is(routed, StorageKind.PLAIN) and any(fnmatchcase(name, entry) for name in names for entry in globs)
+
+
+def _stored_apart(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    return s.by_slots and not _one_format(routed, shared)
+
+
+def _one_format(routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    """Tell whether a slot could hold the shared expert; MXFP4 is loaded under either label of its bytes."""
+    return routed.stored_like(shared) or (_is(routed, StorageKind.MXFP4) and _is(shared, StorageKind.MXFP4))
+
+
+def _not_mxfp4(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    """MegaMoE takes routed experts in MXFP4; the heterogeneous kernel also wants FP8 shared ones with E8M0 scales."""
+    if s.question is None or s.by_slots or not s.own.fused:
+        return False
+    fits = not s.question.heterogeneous or (_is(shared, StorageKind.FP8_BLOCK, "F8_E8M0") and _gate(shared).block == (128, 128))
+    return not (_is(routed, StorageKind.MXFP4) and fits)
+
+
+def _typed_e8m0(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    typed = any(_is(group, StorageKind.MXFP4, "F8_E8M0") for group in (routed, shared))
+    return s.is_slots and s.method == "quark" and typed
+
+
+def _sglang_misreads(s: Situation, _: ExpertGroup, __: ExpertGroup) -> bool:
+    if not s.is_slots or s.method != "quark" or (s.is_drafter and s.layer.layer.index):
+        return False
+    read = SglangQuark.of(s.subject.quantization, s.subject.config, s.target.release, draft=s.is_drafter)
+    return bool(read.misread(s.subject.fp8_modules(s.layer.layer.name)))
+
+
+def _scale_lost(s: Situation, _: ExpertGroup, shared: ExpertGroup) -> bool:
+    return s.is_slots and _native_fp8(s) and s.own.fused and _is(shared, StorageKind.MXFP4, "F8_E8M0")
+
+
+def _small_blocks(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
+    return s.is_slots and _native_fp8(s) and _is(routed, StorageKind.FP8_BLOCK) and _gate(routed).block == (32, 32)
+
+
+def _slot_stored_apart(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    return s.is_slots and s.method == "quark" and s.own.fused and not _one_format(routed, shared)
+
+
+def _unchecked_glm(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+    apart = _is(routed, StorageKind.MXFP4) and _is(shared, StorageKind.PLAIN)
+    return s.is_sglang and s.method == "quark" and s.subject.description.model_type == "glm4_moe" and apart
+
+
+V4_TYPES = ("deepseek_v4", "deepseek_v41")
+SEEING = next(name for name, row in RELEASES.items() if row.v41_class_checked)
+"""The first release whose check knows the class that vLLM gives DeepSeek-V4 on ROCm."""
+
+HAZARDS: tuple[Hazard, ...] = (
+    Hazard(
+        "expert-dtype-unread",
+        "builds routed experts by the expert_dtype that it reads, which is not how they are stored: the load fails",
+        "DeepSeek-V4: write expert_dtype at the top level of config.json; V4.1: only into quantization_config",
+        "0.33 models/deepseek_v4/quant_config.py:85-105 (absent: fp4); 0.29 to 0.32 alike",
+        _expert_dtype_unread,
+    ),
+    Hazard(
+        "fp8-e8m0-scales",
+        "copies the E8M0 scales of FP8 experts as plain numbers: every value is wrong, and nothing is said",
+        AS_F32,
+        "vllm#51946; 0.29 models/deepseek_v4/nvidia/model.py:1513 and amd/model.py:851, 0.33 :1119 and :1403; deepseek_v41 alike",
+        _e8m0_experts,
+    ),
+    Hazard(
+        "fp8-slot-e8m0",
+        "copies the shared expert's E8M0 scales as plain numbers into a slot whose scales are F32: its values are wrong",
+        AS_F32,
+        "0.30 models/deepseek_v4/amd/model.py:1240, 0.33 :1403",
+        _e8m0_slot,
+    ),
+    Hazard(
+        "aiter-fp4-overlooked",
+        "judges DeepSeek-V4 by its FP8 rule, which does not see that routed experts are MXFP4: loading raises a KeyError",
+        f"{OFF}, or with vLLM {SEEING}",
+        "0.30 quantization/utils/config_utils.py:80, 0.31:86, 0.32:172: the class is V4.1's (quantization/__init__.py:119)",
+        _overlooked,
+    ),
+    Hazard(
+        "aiter-drafter-slots",
+        "loads no shared expert into a slot of the drafter: serving with the drafter raises a KeyError",
+        f"{OFF}, or without the drafter",
+        "0.29 models/deepseek_v4/amd/mtp.py:460, 0.30:463, 0.31:494, 0.32:499, 0.33 alike: no redirect of shared experts",
+        _drafter,
+    ),
+    Hazard(
+        "aiter-fp8-block",
+        "raises a ValueError: the FP8 MoE backend AITER does not take DeepSeek-V4.1's FP8 experts",
+        "serve with VLLM_ROCM_USE_AITER_MOE=0, unfused",
+        "0.31 to 0.33, run: FP8 MoE backend AITER does not support the deployment configuration",
+        _aiter_takes_no_block,
+    ),
+    Hazard(
+        "aiter-slots-unloaded",
+        "says yes for DeepSeek-V4.1, whose loader puts no shared expert into a slot: loading raises an error",
+        OFF,
+        "0.33 models/deepseek_v41/amd/model.py:1015-1134 (KeyError), 0.31 and 0.32 alike, 0.30 (AssertionError)",
+        _no_redirect,
+    ),
+    Hazard(
+        "quark-modules-misread",
+        "finds no entry of layer_quant_config for FP8 modules of this layer and builds them as MXFP4: the load fails",
+        "name each module exactly, drafter layers both as mtp.N and as the layer after the last one; re: entries are not read",
+        "0.31 quantization/quark/quark.py, 0.33 :724-762 (get_layer_quant_config_from_name)",
+        _vllm_misreads,
+    ),
+    Hazard(
+        "quark-exclude-glob",
+        "reads no globs in Quark's exclude, so it takes the unquantised shared expert for MXFP4: the load fails",
+        "name the excluded modules exactly",
+        "0.29 to 0.33 quantization/quark/utils.py:33-63 (should_ignore_layer)",
+        _globbed,
+    ),
+    Hazard(
+        "quark-e8m0-typed",
+        "loads MXFP4 scales of Quark checkpoints only as U8 and skips these, typed F8_E8M0, without a word: values are wrong",
+        "relabel the scales as U8; their bytes stay",
+        "0.5.21 to 0.5.23 layers/quantization/quark, run",
+        _typed_e8m0,
+    ),
+    Hazard(
+        "quark-modules-misread",
+        "finds no entry of layer_quant_config for FP8 modules of this layer and builds them as MXFP4: the load fails",
+        "name each module exactly, and serve with SGLang 0.5.22 or later",
+        "0.5.20 and 0.5.21 models/deepseek_v4.py: config names are not renamed; 0.5.22 quark.py:387-396",
+        _sglang_misreads,
+    ),
+    Hazard(
+        "slot-scale-lost",
+        "takes the shared expert's MXFP4 scale for that of an FP8 weight and drops it: its values are wrong, and nothing is said",
+        "serve without --enforce-shared-experts-fusion",
+        "0.5.20 to 0.5.23 layers/moe/fused_moe_triton/layer.py:1069-1092",
+        _scale_lost,
+    ),
+    Hazard(
+        "sglang-block-32",
+        "treats FP8 blocks as 128x128 on HIP with AITER, and with DeepEP, Mooncake or NIXL: there the values are wrong",
+        "serve on CUDA with --moe-a2a-backend none, whose Triton kernels read 32x32 blocks",
+        "0.5.20 layers/quantization/fp8.py:2956, 0.5.23:3454-3459; layers/moe/moe_runner/deep_gemm.py:312-334",
+        _small_blocks,
+    ),
+    Hazard(
+        "slot-storage-differs",
+        "takes the shared expert for MXFP4 by the config and puts it, stored otherwise, into an MXFP4 slot",
+        "serve without --enforce-shared-experts-fusion",
+        "0.5.23 layers/quantization/quark/quark.py:1260 (can_fuse_shared_expert reads the config alone)",
+        _slot_stored_apart,
+    ),
+    Hazard(
+        "slot-unchecked",
+        "does not compare formats for GLM-4-MoE and puts the unquantised shared expert into an MXFP4 slot on gfx942 and later",
+        "serve with --disable-shared-experts-fusion",
+        "0.5.20 models/glm4_moe.py:1172, 0.5.23:1012-1035",
+        _unchecked_glm,
+    ),
+)
+"""Every row that applies to a layer is told."""
+LAST: tuple[Hazard, ...] = (
+    Hazard(
+        "aiter-storage-differs",
+        "is told by the config that routed and shared experts are alike, but they are stored otherwise: the load fails or is wrong",
+        OFF,
+        "the check reads configs only (ROCm/ATOM#958)",
+        _stored_apart,
+    ),
+    Hazard(
+        "aiter-storage-differs",
+        "is told by the config what this path takes, but the experts are stored otherwise: the load fails or is wrong",
+        "serve without this path",
+        "the check reads configs only",
+        _not_mxfp4,
+    ),
+)
+"""Rows for what no other row explains."""

@@ -1,0 +1,293 @@
+"""One case per way in which a server that says yes then fails, and beside each what looks like it and is sound.
+
+Which releases fail, and how, is of the published loaders: they were run on small checkpoints of these shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fse_convert.servers.hazards import HAZARDS, LAST
+from fse_convert.servers.judge import Answer, judge
+from fse_convert.servers.subject import Subject
+from fse_convert.servers.verdict import Outcome
+from fse_convert.testing.checkpoints import make_spec
+from fse_convert.testing.memory import PROJ, Model, Tensors, expert, subject_of
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+FP4_SPEC = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+MX = {"weight": FP4_SPEC, "input_tensors": {**FP4_SPEC, "is_dynamic": True}}
+FP8_SPEC = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]}}
+QUARK = {
+    "quant_method": "quark", "global_quant_config": MX, "exclude": [], "layer_quant_config": {}, "layer_type_quant_config": {},
+    "export": {"kv_cache_group": []},
+}  # fmt: skip
+V41 = {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"]}
+AITER = [f"vllm-0.{minor}-aiter" for minor in range(29, 34)]
+FHMOE = [f"vllm-0.{minor}-aiter-fhmoe" for minor in range(30, 34)]
+EVERY = [*AITER, *FHMOE]
+UNREAD = [*EVERY, "vllm-0.33-aiter-mega"]
+SLOTS = [f"sglang-0.5.{patch}-slots" for patch in range(20, 24)]
+
+
+def fp8(routed: str, shared: str = "", **config: Any) -> Model:
+    """DeepSeek-V4 with FP8 experts, which says so."""
+    return Model(routed=routed, shared=shared or routed, config={"expert_dtype": "fp8", "quantization_config": FP8, **config})
+
+
+def quark(shared: str = "mxfp4-u8", mtp: str = "", routed: str = "mxfp4-u8", **more: Any) -> Model:
+    """DeepSeek-V4 by Quark. ``more``: keys of its quantisation."""
+    return Model(routed=routed, shared=shared, mtp_shared=mtp, config={"quantization_config": {**QUARK, **more}})
+
+
+def answers(about: Subject) -> dict[str, Answer]:
+    return {a.name: a for a in judge(about)}
+
+
+def unsafe(about: Subject, code: str) -> dict[str, str]:
+    """The targets with a layer that is unsafe for this reason, with a letter per layer: x for such a one."""
+    found = {}
+    for name, answer in answers(about).items():
+        hit = [v.outcome is Outcome.UNSAFE and any(r.code == code for r in v.reasons) for v in answer.layers]
+        if any(hit):
+            found[name] = "".join("x" if h else v.outcome.value[0] for h, v in zip(hit, answer.layers, strict=True))
+            assert answer.model.outcome is Outcome.UNSAFE
+            assert not answer.fused
+            assert any(r.code == code and r.hint for r in answer.model.reasons)
+    return found
+
+
+CASES: list[tuple[str, Model, str, dict[str, str]]] = [
+    ("FP8 experts with E8M0 scales", fp8("fp8-128"), "fp8-e8m0-scales", dict.fromkeys(EVERY, "xxx")),
+    ("FP8 experts with E8M0 scales as bytes", fp8("fp8-32-u8"), "fp8-e8m0-scales", dict.fromkeys(EVERY, "xxx")),
+    ("FP8 experts with F32 scales", fp8("fp8-128-f32-scale"), "fp8-e8m0-scales", {}),
+    ("MXFP4 experts, FP8 shared ones with E8M0 scales", Model(shared="fp8-128"), "fp8-e8m0-scales", {}),
+    (
+        "V4.1, FP8 experts with E8M0 scales",
+        Model(routed="fp8-32", config={**V41, "expert_dtype": "fp8", "quantization_config": FP8}),
+        "fp8-e8m0-scales",
+        dict.fromkeys(AITER[1:], "xxx"),
+    ),
+    (
+        "E8M0 shared beside F32 routed",
+        fp8("fp8-128-f32-scale", "fp8-128"),
+        "fp8-slot-e8m0",
+        dict.fromkeys(AITER[1:], "xxx"),
+    ),
+    ("F32 scales in both", fp8("fp8-128-f32-scale"), "fp8-slot-e8m0", {}),
+    ("the official V4", Model(shared="fp8-128"), "aiter-fp4-overlooked", dict.fromkeys(AITER[1:4], "xxx")),
+    ("V4 with FP8 experts", fp8("fp8-128-f32-scale"), "aiter-fp4-overlooked", {}),
+    ("V4 by Quark", quark(), "aiter-fp4-overlooked", {}),
+    ("FP8 experts: the drafter", fp8("fp8-128-f32-scale"), "aiter-drafter-slots", dict.fromkeys(AITER[1:], "ffx")),
+    ("Quark, MXFP4 in the drafter too", quark(), "aiter-drafter-slots", dict.fromkeys(AITER, "ffx")),
+    (
+        "V4.1 by Quark",
+        Model(routed="mxfp4-u8", shared="mxfp4-u8", config={**V41, "quantization_config": QUARK}),
+        "aiter-slots-unloaded",
+        dict.fromkeys(AITER[1:], "xxx"),
+    ),
+    (
+        "the official V4.1: its shared experts stay FP8 in 0.33",
+        Model(config={**V41, "quantization_config": {**FP8, "weight_block_size": [32, 32], "expert_dtype": "fp4"}}),
+        "aiter-slots-unloaded",
+        dict.fromkeys(AITER[1:4], "xxx"),
+    ),
+    (
+        "V4.1 in FP8",
+        Model(
+            routed="fp8-32",
+            config={**V41, "expert_dtype": "fp8", "quantization_config": {**FP8, "weight_block_size": [32, 32]}},
+        ),
+        "aiter-fp8-block",
+        dict.fromkeys(AITER[2:], "xxx"),
+    ),
+    ("V4 in FP8", fp8("fp8-128-f32-scale"), "aiter-fp8-block", {}),
+    ("no expert_dtype", fp8("fp8-128-f32-scale", expert_dtype="fp4"), "expert-dtype-unread", dict.fromkeys(UNREAD, "xxx")),
+    (
+        "V4's expert_dtype in the wrong place",
+        Model(
+            routed="fp8-128-f32-scale",
+            shared="fp8-128-f32-scale",
+            config={"expert_dtype": "fp4", "quantization_config": {**FP8, "expert_dtype": "fp8"}},
+        ),
+        "expert-dtype-unread",
+        dict.fromkeys(UNREAD, "xxx"),
+    ),
+    ("V4's expert_dtype where it is read", fp8("fp8-128-f32-scale"), "expert-dtype-unread", {}),
+    (
+        "Quark excludes BF16 by a glob",
+        quark("bf16", exclude=["*shared_experts*"]),
+        "quark-exclude-glob",
+        dict.fromkeys(AITER, "xxx"),
+    ),
+    (
+        "Quark excludes BF16 by names",
+        quark("bf16", exclude=["re:.*shared_experts.*"]),
+        "quark-exclude-glob",
+        {},
+    ),
+    (
+        "Quark says alike, stored otherwise",
+        quark("bf16"),
+        "aiter-storage-differs",
+        dict.fromkeys(AITER, "xxu"),  # the drafter fails for another reason
+    ),
+    ("Quark, MXFP4 under its other label", quark("mxfp4-u8", routed="mxfp4"), "aiter-storage-differs", {}),
+    ("Quark's MXFP4 scales typed E8M0", quark("mxfp4", routed="mxfp4"), "quark-e8m0-typed", dict.fromkeys(SLOTS, "xxx")),
+    ("Quark's MXFP4 scales as bytes", quark(), "quark-e8m0-typed", {}),
+    ("Quark says alike, BF16 goes into a slot", quark("bf16"), "slot-storage-differs", dict.fromkeys(SLOTS, "xxx")),
+    ("Quark excludes BF16", quark("bf16", exclude=["re:.*shared_experts.*"]), "slot-storage-differs", {}),
+    (
+        "native MXFP4 in both",
+        Model(shared="mxfp4", config={"quantization_config": FP8}),
+        "slot-scale-lost",
+        dict.fromkeys(SLOTS, "xxx"),
+    ),
+    ("native MXFP4 beside FP8", Model(shared="fp8-128"), "slot-scale-lost", {}),
+    ("MXFP4 with U8 scales in both", quark(), "slot-scale-lost", {}),
+    (
+        "V4.1's FP8 blocks",
+        Model(
+            routed="fp8-32",
+            config={**V41, "expert_dtype": "fp8", "quantization_config": {**FP8, "weight_block_size": [32, 32]}},
+        ),
+        "sglang-block-32",
+        dict.fromkeys(SLOTS[1:], "xxx"),
+    ),
+    ("V4's FP8 blocks", fp8("fp8-128"), "sglang-block-32", {}),
+    (
+        "Quark keys that are regular expressions",
+        quark("mxfp4-u8", "fp8-128-quark", layer_quant_config={r"re:mtp\\.0\\.ffn\\.shared_experts\\..*": FP8_SPEC}),
+        "quark-modules-misread",
+        {
+            **dict.fromkeys(AITER[2:], "ffx"),
+            **dict.fromkeys(FHMOE[1:], "uux"),
+            **dict.fromkeys(SLOTS, "ffx"),
+            "vllm-0.33-aiter-mega": "ffx",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "code", "expected"), [c[1:] for c in CASES], ids=[f"{c[2]}: {c[0]}" for c in CASES])
+def test_what_is_unsafe_where(model: Model, code: str, expected: dict[str, str]) -> None:
+    assert unsafe(model.subject(), code) == expected
+
+
+def named(*, exact: bool = True, twins: bool = True) -> Subject:
+    """The factory's Quark checkpoint: FP8 attention and drafter, every module named."""
+    spec = make_spec("quark-mxfp4", hidden=512, width=256, layers=2, experts=2, vocab=64)
+    tensors: Tensors = {e.name: (e.dtype, tuple(e.shape)) for group in spec.traits.groups(spec) for e in group}
+    quantization = spec.config["quantization_config"]
+    layers = quantization["layer_quant_config"]
+    if not twins:
+        layers = {name: scheme for name, scheme in layers.items() if not name.startswith("layers.2.")}
+    if not exact:
+        layers = {"re:" + name.replace(".", r"\."): scheme for name, scheme in layers.items()}
+    return subject_of({**spec.config, "quantization_config": {**quantization, "layer_quant_config": layers}}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        (named(), dict.fromkeys(SLOTS[:2], "xxx")),
+        (
+            named(twins=False),
+            {**dict.fromkeys(AITER[2:4], "ffx"), **dict.fromkeys(FHMOE[1:3], "uux"), **dict.fromkeys(SLOTS[:2], "xxx")},
+        ),
+        (named(exact=False), dict.fromkeys([*AITER[2:], *FHMOE[1:], "vllm-0.33-aiter-mega", *SLOTS], "xxx")),
+    ],
+    ids=["named exactly, with twins", "without twins", "by regular expressions"],
+)
+def test_quark_modules_that_a_server_does_not_find(about: Subject, expected: dict[str, str]) -> None:
+    assert unsafe(about, "quark-modules-misread") == expected
+
+
+def test_the_factorys_quark_checkpoint_fuses_in_the_main_layers_and_not_in_the_drafter() -> None:
+    found = answers(named())
+    letters = {name: "".join(v.outcome.value[0] for v in found[name].layers) for name in (*AITER[2:], *SLOTS[2:])}
+    assert letters == dict.fromkeys(letters, "ffu")
+
+
+def glm(shared: str, quantization: dict[str, Any]) -> Subject:
+    tensors: Tensors = {}
+    for prefix, store in (("experts.0", "mxfp4-u8"), ("shared_experts", shared)):
+        tensors |= expert(f"model.layers.0.mlp.{prefix}", store, 256, 512, PROJ)
+    config = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 1, "n_shared_experts": 1}
+    return subject_of({**config, "quantization_config": quantization}, tensors)
+
+
+def test_sglang_puts_bf16_into_mxfp4_slots_of_glm() -> None:
+    excluded = {**QUARK, "exclude": ["re:.*shared_experts.*"]}
+    assert unsafe(glm("bf16", excluded), "slot-unchecked") == dict.fromkeys(SLOTS, "x")
+    assert unsafe(glm("mxfp4-u8", QUARK), "slot-unchecked") == {}
+
+
+def test_a_server_that_refuses_still_says_what_would_go_wrong() -> None:
+    """vLLM's MegaMoE raises for FP8 experts; without MegaMoE it starts, and reads their scales wrongly."""
+    refused, sound = (answers(fp8(store).subject())["vllm-0.33"].model for store in ("fp8-128", "fp8-128-f32-scale"))
+    assert refused.outcome is sound.outcome is Outcome.REFUSED
+    assert [r.code for r in refused.reasons] == [*(r.code for r in sound.reasons), "fp8-e8m0-scales"]
+
+
+PRO = Model(
+    hidden=7168, width=3072, shared="fp8-128", layers=1, mtp=0,
+    config={"n_routed_experts": 384, "num_experts_per_tok": 6, "hidden_act": "silu", "topk_method": "noaux_tc"},
+)  # fmt: skip
+
+
+def test_the_heterogeneous_kernel_fuses_v4_pro_as_published() -> None:
+    found = answers(PRO.subject())
+    assert {name: found[name].fused for name in found if "fhmoe" in name} == dict.fromkeys(FHMOE, True)
+    assert "gfx950, TP 8" in found[FHMOE[0]].started_with
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (replace(PRO, width=2048), "moe_intermediate_size is not 3072"),
+        (replace(PRO, hidden=4096), "hidden_size is not 7168"),
+        (replace(PRO, config={**PRO.config, "n_routed_experts": 256}), "n_routed_experts is not 384"),
+        (replace(PRO, config={**PRO.config, "expert_dtype": None}), "expert_dtype is not 'fp4'"),
+        (replace(PRO, config={**PRO.config, "topk_method": "greedy"}), "topk_method is not 'noaux_tc'"),
+        (
+            replace(PRO, config={**PRO.config, "quantization_config": {**FP8, "ignored_layers": ["head"]}}),
+            "the quantization config has ignored layers",
+        ),
+        (
+            replace(PRO, config={**PRO.config, "quantization_config": {**FP8, "weight_block_size": [32, 32]}}),
+            "shared experts are not block-128 FP8",
+        ),
+        (
+            replace(PRO, routed="mxfp4-u8", shared="mxfp4-u8", config={**PRO.config, "quantization_config": QUARK}),
+            "the DeepSeek V4 FP8 quantization config is not active",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_heterogeneous_kernel_is_for_v4_pro_alone(model: Model, message: str) -> None:
+    answer = answers(model.subject())["vllm-0.33-aiter-fhmoe"]
+    assert (answer.model.outcome, message in {r.message for r in answer.model.reasons}) == (Outcome.UNFUSED, True)
+
+
+def test_the_heterogeneous_kernel_needs_the_tensors_that_the_config_tells_of() -> None:
+    quantized = {**PRO.config, "quantization_config": FP8}
+    found = unsafe(replace(PRO, shared="fp8-128-f32-scale", config=quantized).subject(), "aiter-storage-differs")
+    assert {name: found.get(name) for name in FHMOE} == dict.fromkeys(FHMOE, "x")
+
+
+def test_the_drafter_of_v4_pro_is_judged_without_the_heterogeneous_kernel() -> None:
+    found = answers(replace(PRO, mtp=1).subject())
+    letters = {name: "".join(v.outcome.value[:3] for v in found[name].layers) for name in FHMOE}
+    assert letters == {**dict.fromkeys(FHMOE[:3], "fusuns"), FHMOE[3]: "fusunf"}
+
+
+def test_every_row_has_a_way_out_and_a_source() -> None:
+    tried = {case[2] for case in CASES} | {"slot-unchecked"}
+    for row in (*HAZARDS, *LAST):
+        assert row.hint
+        assert row.source
+        assert row.code in tried
