@@ -171,11 +171,13 @@ def releases(chosen: Iterable[Release], rows: Sequence[Release]) -> str:
         if not mine:
             continue
         engine = known[0].engine
+        plain = server == next(server_of(row) for row in rows if row.engine == engine)
         if len(known) == 1:
-            parts.append(engine if [r.engine for r in rows].count(engine) == 1 else known[0].name)
-        else:
-            newest = [row.release for row in known[-len(mine) :]] == mine
-            parts.append(f"{engine} {f'>= {mine[0]}' if newest else ', '.join(mine)}")
+            parts.append(engine if plain else known[0].name)
+            continue
+        newest = [row.release for row in known[-len(mine) :]] == mine
+        which = f">= {mine[0]}" if newest else ", ".join(mine)
+        parts.append(f"{engine} {which}" if plain else f"{engine} {which} ({server.rpartition('-')[2]})")
     return " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + f" and {parts[-1]}"
 
 

@@ -73,7 +73,7 @@ def test_native_advice(model: Model, native: str, padding: str, command: str) ->
 
 def test_each_question_has_a_sentence_that_is_true_of_it() -> None:
     """No MegaMoE for BF16 experts, while AITER and slots fuse them: each is said of its own question."""
-    found = advice(Model(hidden=512, width=256, routed="bf16", shared="bf16"))
+    found = advice(Model(hidden=512, width=256, routed="bf16", shared="bf16", mtp=0))
     native, rocm, slots = found.sentences
     assert native.startswith("NVIDIA MegaMoE: no known release fuses this checkpoint as is")
     assert rocm.startswith("AMD AITER: vLLM ROCm")
@@ -104,9 +104,9 @@ def test_unsafe_releases_are_named_with_the_way_out(fused: bool) -> None:
     def answer(a: Answer) -> Answer:
         if a.question is not Question.AITER:
             return a
-        return replace(a, model=unsafe if a.release in ("0.30", "0.31") else a.model if fused else refused)
+        return replace(a, model=unsafe if a.name in ("vllm-0.30-aiter", "vllm-0.31-aiter") else a.model if fused else refused)
 
-    answers = [answer(a) for a in judge(Model(routed="bf16", shared="bf16").subject())]
+    answers = [answer(a) for a in judge(Model(routed="bf16", shared="bf16", mtp=0).subject())]
     sentence = advise(about, answers, lambda _: None).sentences[1]
     assert sentence.endswith("vLLM ROCm 0.30, 0.31 would fail to load it or compute wrong numbers: serve with SWITCH=0.")
     assert ("no known release fuses this checkpoint as is; vLLM ROCm 0.33: it refuses." in sentence) != fused
@@ -164,4 +164,4 @@ def test_releases_are_named_by_server() -> None:
     assert releases([t for t in rows if t.engine == "TensorRT-LLM"], rows) == "TensorRT-LLM"
     assert releases([t for t in rows if t.name in ("vllm-0.29", "vllm-0.31")], rows) == "vLLM 0.29, 0.31"
     answers = [a for a in judge(Model().subject()) if a.question is Question.AITER]
-    assert releases(answers, answers) == "vLLM ROCm >= 0.29 and vllm-0.33-aiter-mega"
+    assert releases(answers, answers) == "vLLM ROCm >= 0.29, vllm-0.33-aiter-mega and vLLM ROCm >= 0.30 (fhmoe)"
