@@ -47,12 +47,14 @@ def _headline(plan: Plan, title: str) -> str:
 def _server(plan: Plan) -> str:
     """Say what the server that was converted for makes of the output."""
     target, verdict, verdicts = plan.options.target, plan.decision.server, plan.decision.verdicts
-    fused = sum(v.server.fused for v in verdicts)
+    fused, fit = sum(v.server.fused for v in verdicts), plan.decision.fused_layers
     if verdict.outcome is Outcome.REFUSED:
         return f"{target.title} refuses MegaMoE ({verdict.reasons[0].code})"
     if fused or target.fuses:
         why = f" ({verdict.reasons[0].code})" if verdict.reasons else ""
-        return f"{target.title} fuses {fused} of {len(verdicts)}{why}"
+        by_width = {r.code for r in verdict.reasons} == {"width-ratio"} and target.engine == "vLLM"
+        plugin = f" without the plugin, {fit} of {len(verdicts)} with --load-format fse" if by_width and fused < fit else ""
+        return f"{target.title} fuses {fused} of {len(verdicts)}{why}{plugin}"
     return f"{target.title} runs MegaMoE, with the shared expert beside it"
 
 
@@ -85,7 +87,7 @@ def print_estimate(needs: Estimate) -> None:
     out = console()
     out.print(table)
     out.print(f"disk: {size(needs.disk)} needed, {size(needs.free)} free{'' if needs.fits else ': NOT ENOUGH'}")
-    out.print(f"memory: at most {size(needs.memory)} beside the interpreter and torch")
+    out.print(f"memory: at most {size(needs.memory)} on top of the interpreter and torch")
     moved = needs.read + needs.written
     times = ", ".join(f"{_duration(moved / rate)} at {size(rate)}/s" for rate in RATES)
     out.print(f"time: reads {size(needs.read)} and writes {size(needs.written)}: about {times}")
@@ -102,16 +104,16 @@ def print_part(result: ConversionResult, out: Path, part: Part) -> None:
     files = f"{counted(len(result.files), 'file')} {'is' if len(result.files) == 1 else 'are'} there for {printable(out)}"
     console().print(
         f"part {part.index} of {part.count}: {files}: {_ways(result) or 'none'}\n"
-        "when every part is done, the same command without --part proves them and publishes",
-        soft_wrap=True,
+        "when every part is done, the same command without --part proves them and publishes"
     )
 
 
 def print_written(result: ConversionResult, out: Path) -> None:
     """Print what was written."""
-    console().print(f"written to {printable(out)}: {_ways(result)}", soft_wrap=True)
+    console().print(f"written to {printable(out)}: {_ways(result)}")
 
 
 def _ways(result: ConversionResult) -> str:
-    """Return the bytes of files by the way they came to be."""
-    return ", ".join(f"{how} {size(n)}" for how, n in sorted(result.bytes.items()))
+    """Return the bytes of all files, and by the way they came to be, the most first."""
+    ways = sorted(result.bytes.items(), key=lambda way: -way[1])
+    return f"{size(sum(result.bytes.values()))} ({', '.join(f'{size(n)} {how}' for how, n in ways)})" if ways else ""

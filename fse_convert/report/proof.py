@@ -30,7 +30,7 @@ def print_proof(proof: Proof, *, written: bool = False) -> None:
         *_kernel_lines(proof.kernel),
         *_manifest_lines(proof),
     ):
-        out.print(line, soft_wrap=True)
+        out.print(line)
 
 
 def _storage_lines(result: StorageResult, *, written: bool) -> Iterator[str]:
@@ -99,11 +99,12 @@ def _numerics_lines(summary: NumericsSummary | None) -> Iterator[str]:
     status = "FAILED" if summary.status == "failed" else "passed"
     results = [layer.result for layer in summary.layers if layer.result]
     worst = max(results, key=lambda r: r.relative_l2, default=None)
-    figures = f", relative L2 at most {worst.relative_l2:.3g} (bound {worst.bound:.3g}), on {worst.device}" if worst else ""
+    distance = f"; distance to the exact expert at most {worst.relative_l2:.3g} (allowed {worst.bound:.3g})" if worst else ""
+    where = f"on {worst.device}, " if worst else ""
     equal = sum(layer.passed for layer in summary.layers)
     unfit = f"; {_left_out(summary.coverage.left_out)}" if summary.coverage.left_out else ""
     layers = _of_layers(equal, summary.coverage)
-    yield f"numerics: {status}: {layers} bit-equal to the source{figures}; {TOKENS} tokens, seed {SEED}{unfit}"
+    yield f"numerics: {status}: {layers} bit-equal to the source{distance}; {where}{TOKENS} tokens, seed {SEED}{unfit}"
     wrong = [layer for layer in summary.layers if not layer.passed]
     for layer in wrong[:SHOWN]:
         yield f"  mismatch[numerics]: {layer.name}: {layer.reason}"
@@ -140,4 +141,4 @@ def print_restored(done: Restored, original: Path) -> None:
     if done.edited:
         lines.append(f"note: added, removed or edited since the conversion, so not the original's: {some(done.edited)}")
     for line in lines:
-        out.print(line, soft_wrap=True)
+        out.print(line)

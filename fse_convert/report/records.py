@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType, to_builtins
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from fse_convert.conversion.estimate import Estimate, FileEstimate
 from fse_convert.errors import Problem
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from fse_convert.conversion.run import ConversionResult
     from fse_convert.plan.plan import LayerVerdict, Plan
     from fse_convert.restoration import Restored
-    from fse_convert.verification.findings import Mismatch, StorageResult
-    from fse_convert.verification.layers import KernelSummary, LayerNumerics, NumericsSummary
+    from fse_convert.verification.findings import StorageResult
     from fse_convert.verification.proof import Proof
 
 
@@ -48,7 +47,7 @@ def fill(record: type[R], value: object, **fields: Any) -> R:
     return record(**same, **fields)
 
 
-def dump(response: Response) -> str:
+def dump(response: Response | ProofRecord) -> str:
     """Return a response as JSON text."""
     return json.dumps(to_builtins(response), indent=2, ensure_ascii=True)
 
@@ -176,16 +175,21 @@ def plan_record(plan: Plan, needs: Estimate | None = None) -> ConversionRecord:
         layers=[_layer(v) for v in decision.verdicts],
         shards=[
             ShardRecord(
-                name=s.name,
-                action="carry" if s.carried else "rewrite",
-                bytes_in=s.source.size if s.source else 0,
-                bytes_out=s.size,
+                name=s.name, action="carry" if s.carried else "rewrite", bytes_in=s.source.size if s.source else 0, bytes_out=s.size
             )
             for s in plan.shards
         ],
         sidecar=[SidecarRecord(name=s.name, bytes_out=s.size, tensors=len(s.kernel_tensors)) for s in plan.sidecar],
         config_edits=decision.config_edits,
-        server=None if options.target.is_contract else _server(plan),
+        server=None
+        if options.target.is_contract
+        else ServerRecord(
+            target=options.target.name,
+            verdict=decision.server.outcome,
+            fused=decision.server.fused,
+            fused_layers=sum(v.server.fused for v in decision.verdicts),
+            reasons=reasons_of(decision.server.reasons),
+        ),
         notes=[ReasonRecord(code=n.code, message=n.message, where=n.where) for n in notes(plan, size=size)],
         needs=fill(EstimateRecord, needs) if needs else UNSET,
     )
@@ -211,31 +215,12 @@ def _layer(judged: LayerVerdict) -> LayerRecord:
     )
 
 
-def _server(plan: Plan) -> ServerRecord:
-    verdict = plan.decision.server
-    return ServerRecord(
-        target=plan.options.target.name,
-        verdict=verdict.outcome,
-        fused=verdict.fused,
-        fused_layers=sum(v.server.fused for v in plan.decision.verdicts),
-        reasons=reasons_of(verdict.reasons),
-    )
+class ProofRecord(Record, kw_only=True):
+    """What each level of a proof covered and found; what ``verify`` prints has the head of a response."""
 
-
-class ProofRecord(Record):
-    """What each level of a proof covered and found."""
-
-    level: str
-    against: str
-    storage: StorageRecord
-    numerics: NumericsRecord | None
-    kernel: KernelRecord | None
-
-
-class VerifyRecord(Response, kw_only=True):
-    """What ``verify`` prints: a proof, behind the head of a response."""
-
-    exit_code: int
+    schema_version: int | UnsetType = UNSET
+    ok: bool | UnsetType = UNSET
+    exit_code: int | UnsetType = UNSET
     level: str
     against: str
     storage: StorageRecord
@@ -307,22 +292,56 @@ class KernelRecord(Record):
     relative_l2: float | None
     device: str | None
     deep_gemm: str | None
-    layers: list[dict[str, Any]]
+    layers: list[KernelLayerRecord]
 
 
-def verify_record(proof: Proof) -> VerifyRecord:
+class KernelLayerRecord(Record):
+    """One layer's run of the kernel."""
+
+    name: str
+    status: str
+    reason: str
+    figures: dict[str, Any]
+
+
+def verify_record(proof: Proof) -> ProofRecord:
     """Describe a proof as what ``verify`` prints."""
-    return VerifyRecord(ok=not proof.exit_code, exit_code=int(proof.exit_code), **asdict(proof_record(proof)))
+    return replace(proof_record(proof), schema_version=1, ok=not proof.exit_code, exit_code=int(proof.exit_code))
 
 
 def proof_record(proof: Proof) -> ProofRecord:
     """Describe a proof as a part of what ``convert`` prints."""
+    numerics, kernel = proof.numerics, proof.kernel
     return ProofRecord(
         level=proof.level.value,
         against=proof.storage.against,
         storage=_storage(proof.storage),
-        numerics=_numerics(proof.numerics) if proof.numerics else None,
-        kernel=_kernel(proof.kernel) if proof.kernel else None,
+        numerics=fill(
+            NumericsRecord,
+            numerics.coverage,
+            status=numerics.status,
+            tokens=TOKENS,
+            seed=SEED,
+            swiglu_limit=numerics.limit,
+            layers=[
+                fill(NumericsLayerRecord, n.result, name=n.name, status="passed" if n.passed else "failed", reason=n.reason)
+                for n in numerics.layers
+            ],
+        )
+        if numerics
+        else None,
+        kernel=fill(
+            KernelRecord,
+            kernel.coverage,
+            status=kernel.status,
+            reason=kernel.reason,
+            relative_l2=kernel.relative_l2,
+            device=kernel.probe.device_name,
+            deep_gemm=kernel.probe.version,
+            layers=[fill(KernelLayerRecord, result, name=name) for name, result in kernel.layers],
+        )
+        if kernel
+        else None,
     )
 
 
@@ -335,49 +354,14 @@ def _storage(result: StorageResult) -> StorageRecord:
         StorageRecord,
         result,
         tensors=result.coverage.tensors,
-        sample=result.sample.count if result.sample else None,
-        seed=result.sample.seed if result.sample else None,
+        sample=result.sample and result.sample.count,
+        seed=result.sample and result.sample.seed,
         bytes=result.coverage.bytes,
         files=result.coverage.files,
         layers=layers,
         kernel_stated=result.kernel_in_manifest or None,
         mismatch_count=result.findings.count,
-        mismatches=[_mismatch(m) for m in result.findings.listed],
-    )
-
-
-def _mismatch(m: Mismatch) -> MismatchRecord:
-    return fill(MismatchRecord, m, tensor=m.tensor or None, bytes=m.count or None)
-
-
-def _numerics(summary: NumericsSummary) -> NumericsRecord:
-    return NumericsRecord(
-        status=summary.status,
-        of_layers=summary.coverage.of_layers,
-        moe_layers=summary.coverage.moe_layers,
-        tokens=TOKENS,
-        seed=SEED,
-        swiglu_limit=summary.limit,
-        layers=[_numerics_layer(layer) for layer in summary.layers],
-    )
-
-
-def _numerics_layer(layer: LayerNumerics) -> NumericsLayerRecord:
-    status = "passed" if layer.passed else "failed"
-    return fill(NumericsLayerRecord, layer.result, name=layer.name, status=status, reason=layer.reason)
-
-
-def _kernel(summary: KernelSummary) -> KernelRecord:
-    layers = [{"name": n, "status": r.status, "reason": r.reason, "figures": r.figures} for n, r in summary.layers]
-    return KernelRecord(
-        status=summary.status,
-        reason=summary.reason,
-        of_layers=summary.coverage.of_layers,
-        moe_layers=summary.coverage.moe_layers,
-        relative_l2=summary.relative_l2,
-        device=summary.probe.device_name,
-        deep_gemm=summary.probe.version,
-        layers=layers,
+        mismatches=[fill(MismatchRecord, m, tensor=m.tensor or None, bytes=m.count or None) for m in result.findings.listed],
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fse_convert.report.inspection.records import InspectionRecord
-from fse_convert.report.records import ConversionRecord, Failure, Record, RestorationRecord, VerifyRecord, dump
+from fse_convert.report.records import ConversionRecord, Failure, ProofRecord, Record, RestorationRecord, dump
 from fse_convert.report.targets import TargetsRecord
 
 Made = Callable[..., Path]
@@ -38,9 +38,9 @@ def test_a_conversion_and_what_follows(made: Made, run: Run, tmp_path: Path) -> 
     done = check(run(source, out, "--target", "vllm-0.30", "--json")[1], ConversionRecord)
     assert list(done)[-4:] == ["notes", "files", "bytes", "proof"]
     assert next(iter(done["proof"])) == "level"
-    proof = check(run("verify", out, "--source", source, "--level", "kernel", "--json")[1], VerifyRecord)
+    proof = check(run("verify", out, "--source", source, "--level", "kernel", "--json")[1], ProofRecord)
     assert list(proof)[:4] == ["schema_version", "ok", "exit_code", "level"]
-    check(run("verify", out, "--json")[1], VerifyRecord)
+    check(run("verify", out, "--json")[1], ProofRecord)
     check(run("restore", out, tmp_path / "back", "--json")[1], RestorationRecord)
 
 
@@ -50,7 +50,7 @@ def test_mismatches(made: Made, run: Run, tmp_path: Path) -> None:
     with next(out.glob("*.safetensors")).open("r+b") as f:
         f.seek(-1, 2)
         f.write(b"\xa5")
-    proof = check(run("verify", out, "--source", source, "--json")[1], VerifyRecord)
+    proof = check(run("verify", out, "--source", source, "--json")[1], ProofRecord)
     assert (proof["ok"], proof["exit_code"], proof["storage"]["mismatch_count"]) == (False, 1, len(proof["storage"]["mismatches"]))
 
 
@@ -61,7 +61,7 @@ def test_targets_and_failures(run: Run, tmp_path: Path) -> None:
     assert check(run("inspect", tmp_path / "no", "--json")[1], Failure)["exit_code"] == 3
 
 
-@pytest.mark.parametrize("record", [InspectionRecord, ConversionRecord, VerifyRecord, RestorationRecord, TargetsRecord, Failure])
+@pytest.mark.parametrize("record", [InspectionRecord, ConversionRecord, ProofRecord, RestorationRecord, TargetsRecord, Failure])
 def test_every_response_has_a_schema(record: type[Record]) -> None:
     schema = msgspec.json.schema(record)
     assert schema["$defs"][record.__name__]["properties"]["schema_version"]
