@@ -165,6 +165,7 @@ def naming(file: Path | int) -> Iterator[None]:
 ERRNO_HINTS = {
     errno.ENOSPC: ("no-space", "free some space, or write to another disk; the source was not changed"),
     errno.EDQUOT: ("no-space", "your quota is used up: free some space, or write to another disk"),
+    errno.ENOENT: ("io-error", "this is not there, or not any more: check the path, and what removes it during a run"),
     errno.EACCES: ("permission", "check the permissions of this path"),
     errno.EPERM: ("permission", "check the permissions of this path"),
     errno.EROFS: ("permission", "the file system is read-only: write elsewhere"),

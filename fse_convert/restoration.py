@@ -118,7 +118,7 @@ class Restoration:
     def _check_undisturbed(self, staging: Staging) -> None:
         """Refuse to publish when the output that is read changed, or what is staged. Raises EnvironmentFailure, OSError."""
         self.folder.check_all()
-        staged = LocalFolder(staging.folder)
+        staged = staging.look()
         check_staged(staged, staged.stamps, self.staged)
 
     def _check_complete(self) -> None:
@@ -183,7 +183,8 @@ class Restoration:
         """Carry a file over; return how. Where the manifest has no digests, what came is compared with what was carried."""
         how = carry(self.folder.path(name), staging.path(name), self.link)
         staged = self._staged(name, staging)
-        if self.manifest.tensors is None and file_xxh3_128(staged) != file_xxh3_128(self.folder.path(name)):
+        unlike = self.staged[name].size != self.folder.files[name]
+        if unlike or (self.manifest.tensors is None and file_xxh3_128(staged) != file_xxh3_128(self.folder.path(name))):
             raise staging_lost(UNLIKE, staged)
         return how
 

@@ -27,7 +27,8 @@ def link_option(to: str) -> Callable[[Command], Command]:
     """Add ``--link``, for a command that writes a folder called ``to``."""
     return click.option(
         "--link", type=click.Choice([link.value for link in Link]), default=Link.AUTO.value, show_default=True,
-        help=f"How to put unchanged shards into {to}. auto: share blocks where the file system can, else copy. hard: hard links.",
+        help=f"How to put unchanged shards into {to}. auto: share blocks where the file system can, else copy."
+        " copy: share none. hard: hard links.",
     )  # fmt: skip
 
 

@@ -196,7 +196,7 @@ class Conversion:
                 result = self._write(staging, observe, fresh)
                 if not request.part:
                     draft = draft_manifest(self.plan, self.texts)
-                    staged = LocalFolder(staging.folder)
+                    staged = staging.look()
                     check_staged(staged, staged.files, self._sizes())
                     logger.info("%d files are staged", len(staged.files))  # from here on, none may change
                     result.proof = self._prove(draft, staged, observe)
@@ -269,7 +269,7 @@ class Conversion:
     def _check_undisturbed(self, staging: Staging, stamps: Mapping[str, Stamp]) -> None:
         """Refuse to publish anything but what was staged when it was proved. Raises EnvironmentFailure, OSError."""
         self.folder.check_all()
-        staged = LocalFolder(staging.folder)
+        staged = staging.look()
         check_staged(staged, staged.stamps, stamps)
 
     def _write_manifest(self, draft: Manifest, proof: Proof | None, staging: Staging) -> int:

@@ -66,6 +66,12 @@ class Staging:
         path.unlink(missing_ok=True)
         return path
 
+    def look(self) -> LocalFolder:
+        """Look at what is staged so far. Raises EnvironmentFailure when its folder is gone."""
+        if not self.folder.is_dir():
+            raise staging_lost("unfinished work was removed during the run", self.folder)
+        return LocalFolder(self.folder)
+
     def stamp(self, name: str) -> Stamp:
         """Return what a staged file looks like now."""
         return Stamp.of(os.stat(self.folder / name))

@@ -84,8 +84,8 @@ def add(path: Path) -> None:
 
 ON_FILES = [remove, rename, append, truncate, replace, flip, add]
 ON_FOLDERS = [remove, rename, replace]
-SAME_SIZE = [replace, flip]
-"""What shows in bytes alone: `--verify none` reads nothing back, and says so."""
+IN_BYTES = [replace, flip, truncate]
+"""What of a staged file may show in bytes alone, the last while it is written: `--verify none` compares none, and says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Ground:
         step, place = dice.randint(1, self.steps), dice.choice(["input", "staged", "staged", "folder"])
         acts = ON_FOLDERS if place == "folder" else ON_FILES
         if place == "staged" and self.scenario.level is Level.NONE and not self.scenario.restores:
-            acts = [a for a in acts if a not in SAME_SIZE]
+            acts = [a for a in acts if a not in IN_BYTES]
         touch, which = dice.choice(acts), dice.random()
         about = f"{self.scenario.name}, seed {seed}: {touch.__name__} of {place} at step {step} of {self.steps}"
         self._reset()

@@ -123,3 +123,17 @@ def test_a_restoration_that_is_disturbed_publishes_nothing(
     assert disturbed.value.problems[0].code == code
     assert disturbed.value.exit_code == 4
     assert not original.exists()
+
+
+def test_verify_names_what_a_run_that_was_cut_off_left(
+    output: Callable[..., Path], tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    out = output()
+    assert "left-behind" not in run("verify", out)[2]
+    left = tmp_path / f".{out.name}.fse-partial"
+    (left / "output").mkdir(parents=True)
+    (left / "output" / "shard").write_bytes(bytes(1234))
+    (left / "lock").touch()
+    code, _, err = run("verify", out)
+    assert code == 0
+    assert f"note[left-behind]: {left}: a run that was cut off left 1,234 bytes" in err

@@ -117,6 +117,8 @@ def test_room_for_clones_is_not_asked_for(made: Make, run: Run, disks: Disks) ->
         os.posix_fallocate(f.fileno(), 0, free - (64 << 20) - shards * 3 // 4)
     assert run(source, disk / "copied", *CARRIED, "--link", "copy")[0] == 4
     assert run(source, disk / "cloned", *CARRIED)[0] == 0
+    assert run("restore", disk / "cloned", disk / "back", "--link", "copy")[0] == 4
+    assert run("restore", disk / "cloned", disk / "back")[0] == 0
 
 
 @pytest.mark.parametrize("source", ["out's own", "another mount of it"])
