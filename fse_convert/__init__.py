@@ -9,26 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fse_convert.api import (
-        Conversion,
-        ConversionResult,
-        Experts,
-        FseConvertError,
-        Inspection,
-        Level,
-        Link,
-        Options,
-        Part,
-        Problem,
-        Proof,
-        Request,
-        Restored,
-        convert,
-        inspect,
-        restore,
-        target,
-        verify,
-    )
+    from fse_convert.api import *
 
 __version__ = "0.1.0"
 __all__ = [

@@ -181,26 +181,28 @@ class Sidecar:
             hint = f"see why: fse-convert inspect CHECKPOINT --target {target}"
             refuse("sidecar-empty", "no layer's shared experts are in kernel layout", where, hint)
         problems = []
+
+        def wrong(code: str, message: str, hint: str) -> None:
+            problems.append(Problem(code, message, str(where), hint))
+
         if hidden != self.hidden:
-            message = f"hidden size is {self.hidden}, the model's is {hidden}"
-            problems.append(Problem("hidden-mismatch", message, str(where), RECONVERT))
-        if n_shared != self.manifest.model.n_shared_experts:
-            message = f"holds {self.manifest.model.n_shared_experts} shared experts per layer, the model has {n_shared}"
-            problems.append(Problem("shared-count-mismatch", message, str(where), RECONVERT))
+            wrong("hidden-mismatch", f"hidden size is {self.hidden}, the model's is {hidden}", RECONVERT)
+        if n_shared != (held := self.manifest.model.n_shared_experts):
+            wrong("shared-count-mismatch", f"holds {held} shared experts per layer, the model has {n_shared}", RECONVERT)
         hint = f"convert the original checkpoint for this server: fse-convert CHECKPOINT OUT --target {target}"
         if width.kernel % contract.width_multiple or self.hidden % contract.hidden_multiple:
             message = (
                 f"made for {self.manifest.contract.name}: width {width.kernel} and hidden size {self.hidden}; the server's kernel "
                 f"({contract.name}) takes multiples of {contract.width_multiple} and {contract.hidden_multiple}"
             )
-            problems.append(Problem("contract-mismatch", message, str(where), hint))
+            wrong("contract-mismatch", message, hint)
         if width.kernel != routed_width:
             message = (
                 f"shared experts are {width.kernel} wide, this server's routed experts {routed_width}: the kernel takes one width"
             )
             if width.main != width.kernel:
                 hint += f"; or without --experts {self.manifest.arguments.experts}"
-            problems.append(Problem("width-mismatch", message, str(where), hint))
+            wrong("width-mismatch", message, hint)
         _refuse_all(problems)
 
 
@@ -295,36 +297,30 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _file_problems(folder: Path, files: Mapping[str, FileDigest], *, whole: bool) -> Iterator[Problem]:
-    """Compare the folder's files with those that the conversion wrote, as the manifest lists them."""
-    yield from _decisive_problems(folder, files, whole=whole)
-    for name, written in files.items():
-        path = folder / name
-        if path.is_file():
-            if name.endswith(SUFFIX) and (size := path.stat().st_size) != written.size:
-                yield Problem("sidecar-stale", f"has {size} bytes, the conversion wrote {written.size}", str(path), RECONVERT)
-        elif name.startswith(f"{SIDECAR}/"):
-            yield Problem("sidecar-incomplete", "the conversion wrote this file, the folder has none", str(path), FETCH_AGAIN)
-        elif whole and name.endswith(SUFFIX) and "/" not in name:
-            yield Problem("shard-missing", "the conversion wrote this shard, the folder has none", str(path), FETCH_AGAIN)
+    """Compare the folder's files with those that the conversion wrote, as the manifest lists them.
+
+    With config.json or the index of another conversion, or an edited one, another model would be loaded.
+    """
+    for name in dict.fromkeys((*DECISIVE, *files)):
+        path, written = folder / name, files.get(name)
+        is_shard = name.endswith(SUFFIX)
+        if not path.is_file():
+            if written and (name.startswith(f"{SIDECAR}/") or (whole and name in DECISIVE)):
+                yield Problem("sidecar-incomplete", "the conversion wrote this file, the folder has none", str(path), FETCH_AGAIN)
+            elif written and whole and is_shard and "/" not in name:
+                yield Problem("shard-missing", "the conversion wrote this shard, the folder has none", str(path), FETCH_AGAIN)
+        elif written is None:
+            yield Problem("sidecar-stale", "the conversion wrote no such file", str(path), RECONVERT)
+        elif name in DECISIVE and (actual := file_sha256(path)) != written.sha256:
+            message = f"is not the file that the conversion wrote: its SHA-256 is {actual}, in the manifest {written.sha256}"
+            yield Problem("sidecar-stale", message, str(path), DECISIVE[name])
+        elif is_shard and (size := path.stat().st_size) != written.size:
+            yield Problem("sidecar-stale", f"has {size} bytes, the conversion wrote {written.size}", str(path), RECONVERT)
     for path in sorted(folder.glob(f"*{SUFFIX}")) if whole else ():
         if path.name not in files and not find_clutter(
             path.name
         ):  # without an index, servers read every shard (vllm-project/vllm#54230)
             yield Problem("shard-unlisted", "the conversion did not write this shard", str(path), "move it out of the folder")
-
-
-def _decisive_problems(folder: Path, files: Mapping[str, FileDigest], *, whole: bool) -> Iterator[Problem]:
-    """Compare config.json and index: with those of another conversion, or edited ones, another model would be loaded."""
-    for name, hint in DECISIVE.items():
-        path, written = folder / name, files.get(name)
-        if not path.is_file():
-            if written and whole:
-                yield Problem("sidecar-incomplete", "the conversion wrote this file, the folder has none", str(path), FETCH_AGAIN)
-        elif written is None:
-            yield Problem("sidecar-stale", "the conversion wrote no such file", str(path), RECONVERT)
-        elif (actual := file_sha256(path)) != written.sha256:
-            message = f"is not the file that the conversion wrote: its SHA-256 is {actual}, in the manifest {written.sha256}"
-            yield Problem("sidecar-stale", message, str(path), hint)
 
 
 def _layout_problems(folder: Path, manifest: Manifest, contents: SidecarContents) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from fse_convert.checkpoint.encoding import encode_header, header_entries
 from fse_convert.checkpoint.header import BITS
 from fse_convert.testing.kinds import CONFIGS, KINDS, Entry, Spec
 
@@ -275,17 +276,12 @@ def fill(name: str, n: int, stream: torch.Generator) -> torch.Tensor:
 
 def write_shard(path: Path, entries: list[Entry], spec: Spec) -> None:
     """Write a safetensors file, streamed: u64 header length, header, payload."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if spec.header_metadata else {}
-    end = 0
-    for entry in entries:
-        start, end = end, end + size(entry)
-        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (start, end)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    metadata = {"format": "pt"} if spec.header_metadata else None
+    header = encode_header(header_entries((entry.name, entry.dtype, entry.shape) for entry in entries), metadata)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         if spec.sparse:
-            file.truncate(8 + len(text) + end)
+            file.truncate(len(header) + sum(map(size, entries)))
         else:
             for entry in entries:
                 _write_values(file, entry, spec.seed)
