@@ -9,7 +9,7 @@ BENCH ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test fast lint format peers gpu-check docs bench clean
+.PHONY: help demo test fast lint format peers gpu-check powercut docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,9 @@ peers: $(VENV)/dev ## the published vLLM, SGLang and DeepGEMM code against ours,
 
 gpu-check: $(VENV)/dev ## what needs a CUDA device; says what it needs when there is none
 	$(PYTEST) -m gpu -rs
+
+powercut: $(VENV)/dev ## 200 power cuts of convert, --overwrite and restore on ext4, XFS and Btrfs; needs root
+	FSE_CUTS=200 $(PYTEST) -n auto -m filesystems tests/filesystems/test_power_cuts.py -rs
 
 docs: $(VENV)/dev ## docs/targets.md and docs/codes.md from the data, docs/inspect.svg from a real run
 	$(BIN)/python docs/make.py

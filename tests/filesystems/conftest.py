@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,19 @@ class Disks:
         image = self.folder / f"image{len(self.mounted)}"
         call("mksquashfs", source, image, "-quiet", "-no-progress")
         return self.mount("-o", "loop,ro", image)
+
+
+@contextmanager
+def mounted(disk: Path, at: Path) -> Iterator[Path]:
+    """Mount what is on a file, through a loop device that is gone afterwards, so that another state of it can be mounted."""
+    at.mkdir(exist_ok=True)
+    loop = subprocess.run(["losetup", "--find", "--show", str(disk)], capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        call("mount", loop, at)
+        yield at
+    finally:
+        subprocess.run(["umount", str(at)], check=True)
+        subprocess.run(["losetup", "--detach", loop], check=True)
 
 
 @pytest.fixture
