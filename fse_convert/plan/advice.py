@@ -103,7 +103,7 @@ def _none(rows: Sequence[Answer]) -> str:
         return "no known release has a path for this model."
     answer, reason = telling[0]
     none = "not known" if answer.model.outcome is Outcome.UNKNOWN else "no known release fuses this checkpoint as is"
-    return f"{none}; {answer.engine} {answer.release}: {reason.message}."
+    return f"{none}; {answer.engine} {answer.release}{_way(answer, rows)}: {reason.message}."
 
 
 def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp: int) -> Gain | None:
@@ -161,6 +161,13 @@ def server_of(row: Release) -> str:
     return row.name.replace(row.release, "")
 
 
+def _way(row: Release, rows: Sequence[Release]) -> str:
+    """Return what sets a server apart that the same engine is also without: `` (mega)``, from the names of targets."""
+    plain = next(server_of(r) for r in rows if r.engine == row.engine)
+    extra = server_of(row).removeprefix(plain).strip("-")
+    return f" ({extra})" if extra else ""
+
+
 def releases(chosen: Iterable[Release], rows: Sequence[Release]) -> str:
     """Name releases by server: ``vLLM >= 0.31`` where all later known ones are among them, else one by one."""
     names = {row.name for row in chosen}
@@ -170,12 +177,10 @@ def releases(chosen: Iterable[Release], rows: Sequence[Release]) -> str:
         mine = [row.release for row in known if row.name in names]
         if not mine:
             continue
-        engine = known[0].engine
-        if len(known) == 1:
-            parts.append(engine if [r.engine for r in rows].count(engine) == 1 else known[0].name)
-        else:
-            newest = [row.release for row in known[-len(mine) :]] == mine
-            parts.append(f"{engine} {f'>= {mine[0]}' if newest else ', '.join(mine)}")
+        engine, way = known[0].engine, _way(known[0], rows)
+        newest = len(known) > 1 and [row.release for row in known[-len(mine) :]] == mine
+        alone = len(known) == 1 and not way
+        parts.append(engine if alone else f"{engine} {f'>= {mine[0]}' if newest else ', '.join(mine)}{way}")
     return " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + f" and {parts[-1]}"
 
 
