@@ -107,8 +107,9 @@ def _settled(answer: Answer, broken: Sequence[Problem], unsupported: Sequence[Pr
         doubt = Verdict(Outcome.UNSAFE, unloadable)
     else:
         return answer
-    model = doubt if answer.fused or (broken and not answer.layers) else answer.model
-    return replace(answer, model=model, layers=tuple(doubt if v.fused else v for v in answer.layers))
+    withdrawn = (Outcome.FUSED, Outcome.UNSAFE) if broken else (Outcome.FUSED,)
+    model = doubt if answer.model.outcome in withdrawn or (broken and not answer.layers) else answer.model
+    return replace(answer, model=model, layers=tuple(doubt if v.outcome in withdrawn else v for v in answer.layers))
 
 
 def _scales(reading: PartialCheckpoint, source: Source, *, thorough: bool) -> Scales:

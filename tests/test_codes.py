@@ -88,6 +88,7 @@ def made() -> Iterator[str]:
 
 def test_every_code_of_the_package_is_in_the_registry_and_no_other() -> None:
     codes = set(made()) | {"permission"}  # in the table of errno, and no kebab
+    assert len(all_codes()) == (PACKAGE / "codes.txt").read_text(encoding="utf-8").count("\n\n") + 1, "a code is there twice"
     assert sorted(codes ^ all_codes().keys()) == []
 
 

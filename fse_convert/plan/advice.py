@@ -178,9 +178,11 @@ def releases(chosen: Iterable[Release], rows: Sequence[Release]) -> str:
         if not mine:
             continue
         engine, way = known[0].engine, _way(known[0], rows)
-        newest = len(known) > 1 and [row.release for row in known[-len(mine) :]] == mine
-        alone = len(known) == 1 and not way
-        parts.append(engine if alone else f"{engine} {f'>= {mine[0]}' if newest else ', '.join(mine)}{way}")
+        newest = [row.release for row in known[-len(mine) :]] == mine
+        if len(known) == 1:
+            parts.append(known[0].name if way else engine)
+        else:
+            parts.append(f"{engine} {f'>= {mine[0]}' if newest else ', '.join(mine)}{way}")
     return " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + f" and {parts[-1]}"
 
 

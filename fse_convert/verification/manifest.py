@@ -91,18 +91,14 @@ def source_mismatches(manifest: Manifest, source: Source) -> list[Mismatch]:
 def plan_again(manifest: Manifest, source: Source) -> Plan | Mismatch:
     """Plan the conversion that a manifest says was made; return a mismatch when there is none."""
     arguments = manifest.arguments
-    target = find_target(arguments.target)
-    if target is None:
-        return _no_plan(manifest, f"no target {arguments.target!r}")
-    try:
-        return make_plan(source, Options(target, Experts(arguments.experts), arguments.tp, arguments.allow_unfused))
-    except (InvalidCheckpoint, NotConvertible, ValueError) as e:
-        return _no_plan(manifest, str(e).partition("\n")[0])
-
-
-def _no_plan(manifest: Manifest, why: str) -> Mismatch:
-    arguments = short(msgspec.to_builtins(manifest.arguments))
-    return Mismatch("manifest", MANIFEST, expected="arguments by which the source converts", found=f"{arguments}: {why}")
+    why = f"no target {arguments.target!r}"
+    if target := find_target(arguments.target):
+        try:
+            return make_plan(source, Options(target, Experts(arguments.experts), arguments.tp, arguments.allow_unfused))
+        except (InvalidCheckpoint, NotConvertible, ValueError) as e:
+            why = str(e).partition("\n")[0]
+    found = f"{short(msgspec.to_builtins(arguments))}: {why}"
+    return Mismatch("manifest", MANIFEST, expected="arguments by which the source converts", found=found)
 
 
 def derived_keys(expected: ExpectedOutput) -> dict[str, Any]:

@@ -112,20 +112,20 @@ def prove_storage(
             findings.add(*unlike)
             return nothing, None
         findings.add(*manifest_mismatches(keys, manifest))
-    opened = _Opened.of(out, findings)
+    checkpoint, sidecar = _open(out, findings)
     comparison = Comparison(
         source.checkpoint,
         source.folder.root,
-        main=check_standard_layout(expected, out, opened.shards, findings),
+        main=check_standard_layout(expected, out, checkpoint.shards, findings),
         padded=expected.padded,
-        experts=_comparable(source, expected.experts, expected.files, opened.sidecar, findings),
+        experts=_comparable(source, expected.experts, expected.files, sidecar, findings),
     )
-    check_kernel_headers(expected, out, opened.sidecar, findings)
+    check_kernel_headers(expected, out, sidecar, findings)
     comparison.same = check_files(expected, out, findings)
     for name, text in texts.items():
         if name in out.files:
             findings.add(*text_mismatches(name, text, out.read(name)))
-    result = _read_back(output, comparison, opened, findings, observe, expected)
+    result = _read_back(output, comparison, (*checkpoint.shards, *sidecar), findings, observe, expected)
     findings.add(*digest_mismatches(manifest.content, result))
     if plan is None:
         tensors = {kind: len(names) for kind, names in comparison.kinds.items()}
@@ -141,20 +141,20 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     manifest says, so this tells damage, and no editor who makes the digests again. Raises OSError, EOFError.
     """
     out, manifest, findings = output.folder, output.manifest.content, Findings(strict=output.strict)
-    opened = _Opened.of(out, findings)
-    source = describe_source(opened.checkpoint)
+    checkpoint, sidecar = _open(out, findings)
+    source = describe_source(checkpoint)
     experts = kernel_experts(source.description, manifest.verdicts, manifest.model.shared_kernel_width)
-    for shard in opened.sidecar:
+    for shard in sidecar:
         findings.add(*header_mismatches(out, shard, entries_of(shard), shard_metadata(manifest.contract.name)))
-    right = _comparable(source, experts, {}, opened.sidecar, findings)
+    right = _comparable(source, experts, {}, sidecar, findings)
     for e in (e for e in experts if not _has_kernel_shape(e)):
         want, got = "shapes that the kernel takes", f"width {e.group.width} -> {e.width}, hidden size {e.group.hidden}"
         findings.add(Mismatch("manifest", MANIFEST, e.prefix, expected=want, found=got))
     width = manifest.model.n_shared_experts * manifest.model.width.source
     comparable = {n: e for n, e in right.items() if _has_kernel_shape(e) and _ends_with_block(e, width)}
     check_clutter(out, findings)
-    comparison = Comparison(opened.checkpoint, out.root, experts=comparable)
-    result = _read_back(output, comparison, opened, findings, observe)
+    comparison = Comparison(checkpoint, out.root, experts=comparable)
+    result = _read_back(output, comparison, (*checkpoint.shards, *sidecar), findings, observe)
     findings.add(*digest_mismatches(manifest, result))
     return result
 
@@ -166,23 +166,12 @@ def damaged(error: VerificationFailure, against: str) -> StorageResult:
     return StorageResult(against, findings)
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """An output's headers: of the standard layout, and of ``fse/``."""
-
-    checkpoint: Checkpoint
-    sidecar: list[Shard]
-
-    @classmethod
-    def of(cls, out: LocalFolder, findings: Findings) -> _Opened:
-        opened = read_checkpoint(out)
-        sidecar, problems = read_shards(out, shard_names(out))
-        findings.add(*refusals(opened.problems), *refusals(problems), *index_mismatches(out, sidecar))
-        return cls(opened.checkpoint, sidecar)
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        return self.checkpoint.shards
+def _open(out: LocalFolder, findings: Findings) -> tuple[Checkpoint, list[Shard]]:
+    """Read an output's headers: of the standard layout, and of ``fse/``."""
+    opened = read_checkpoint(out)
+    sidecar, problems = read_shards(out, shard_names(out))
+    findings.add(*refusals(opened.problems), *refusals(problems), *index_mismatches(out, sidecar))
+    return opened.checkpoint, sidecar
 
 
 def _comparable(
@@ -192,28 +181,19 @@ def _comparable(
     sidecar: Iterable[Shard],
     findings: Findings,
 ) -> dict[str, KernelExpert]:
-    """Check the tensors in ``fse/``; return whose tensor each comparable one is."""
+    """Check the tensors in ``fse/``, and that the layout can hold FP32 scales; return whose tensor each comparable one is."""
     right = check_kernel_tensors(source, experts, files, sidecar, findings)
-    inexact = _inexact(source, experts)
-    findings.add(*inexact)
-    unusable = {m.tensor for m in inexact}
-    return {name: e for name, e in right.items() if e.prefix not in unusable}
-
-
-def _inexact(source: Source, experts: Iterable[KernelExpert]) -> list[Mismatch]:
-    """Find experts whose FP32 scales the kernel layout cannot hold, by prefix."""
-    mismatches = []
-    with InputFiles(source.folder.root) as files:
-        tensors = SourceTensors.of(source.checkpoint, files)
-        for expert in experts:
-            for role in Role:
-                try:
-                    if expert.group.formats[role].scale_dtype == "F32":
-                        block_scales(expert, role, tensors)
-                except ValueError as e:
-                    shard = expert.tensor(role, scale=True).shard
-                    mismatches.append(Mismatch("scale-inexact", shard, expert.prefix, expected="powers of two", found=str(e)))
-    return mismatches
+    inexact = set()
+    with InputFiles(source.folder.root) as opened:
+        tensors = SourceTensors.of(source.checkpoint, opened)
+        for expert, role in ((e, r) for e in experts for r in Role if e.group.formats[r].scale_dtype == "F32"):
+            try:
+                block_scales(expert, role, tensors)
+            except ValueError as e:
+                shard = expert.tensor(role, scale=True).shard
+                findings.add(Mismatch("scale-inexact", shard, expert.prefix, expected="powers of two", found=str(e)))
+                inexact.add(expert.prefix)
+    return {name: e for name, e in right.items() if e.prefix not in inexact}
 
 
 def _has_kernel_shape(expert: KernelExpert) -> bool:
@@ -245,15 +225,15 @@ def choose(sample: Sample, kinds: Mapping[str, list[str]]) -> set[str]:
 def _read_back(
     output: Output,
     comparison: Comparison,
-    opened: _Opened,
+    shards: tuple[Shard, ...],
     findings: Findings,
     observe: Observer,
     expected: ExpectedOutput | None = None,
 ) -> StorageResult:
     """Read every file of an output once (of a sample: the chosen tensors and all files that hold none), compare and hash.
 
-    What is wrong goes to ``findings``, file by file, in the order of the files whatever the number of workers.
-    ``expected``: None without a source.
+    ``shards``: of the output, ``fse/`` last. What is wrong goes to ``findings``, file by file, in the order of the files
+    whatever the number of workers. ``expected``: None without a source.
     """
     kinds, manifest, sample = comparison.kinds, output.manifest, output.sample
     chosen = None if sample is None else choose(sample, kinds)
@@ -264,17 +244,15 @@ def _read_back(
     if stated is not None and not findings.strict:
         findings.edited.update(n for n in output.folder.files if n not in stated and is_editable(n))
     added = findings.edited if stated is None else findings.edited - stated.keys()
-    jobs = [job for job in _jobs(output.folder, comparison, opened, chosen) if job.name not in added]
+    jobs = {name: pieces for name, pieces in _jobs(output.folder, comparison, shards, chosen).items() if name not in added}
     for report in _run(jobs, output.folder.root, comparison, output.workers or WORKERS, observe):
         findings.add(*report.mismatches)
         coverage.bytes += report.compared
         coverage.files += 1
         tensors.update(report.tensors)
-        if report.sha256:
+        if report.size == output.folder.files[report.name]:
             files[report.name] = FileDigest(size=report.size, sha256=report.sha256)
-    held = (
-        t for s in (*opened.shards, *opened.sidecar) for t in s.header.tensors if t.nbytes or not s.name.startswith(f"{SIDECAR}/")
-    )
+    held = (t for s in shards for t in s.header.tensors if t.nbytes or not s.name.startswith(f"{SIDECAR}/"))
     return StorageResult(
         against="source" if expected else "manifest",
         findings=findings,
@@ -290,34 +268,30 @@ def _read_back(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    name: str
-    pieces: Callable[[SourceTensors], Iterator[Piece]]
-    whole: bool
+Job = Callable[[SourceTensors], Iterator[Piece]]
+"""Cuts one file, given the tensors to compare it with."""
 
 
-def _jobs(out: LocalFolder, comparison: Comparison, opened: _Opened, chosen: set[str] | None) -> Iterator[_Job]:
-    for shard in (*opened.shards, *opened.sidecar):
-        if chosen is None or any(t.name in chosen for t in shard.header.tensors):
-            yield _Job(shard.name, partial(shard_pieces, comparison, shard, chosen), chosen is None)
-    known = {s.name for s in (*opened.shards, *opened.sidecar)} | {MANIFEST}
+def _jobs(out: LocalFolder, comparison: Comparison, shards: Iterable[Shard], chosen: set[str] | None) -> dict[str, Job]:
+    """Return how to cut each file that is read. ``chosen``: a sample of tensors, or None."""
+    jobs: dict[str, Job] = {s.name: partial(shard_pieces, comparison, s, chosen) for s in shards}
     for name, size in out.files.items():
-        if name not in known:
-            yield _Job(name, partial(plain_pieces, comparison, name, size), whole=True)
+        if name != MANIFEST:
+            jobs.setdefault(name, partial(plain_pieces, comparison, name, size))
+    unread = {s.name for s in shards if chosen is not None and not any(t.name in chosen for t in s.header.tensors)}
+    return {name: job for name, job in jobs.items() if name not in unread}
 
 
-def _run(jobs: list[_Job], out: Path, comparison: Comparison, workers: int, observe: Observer) -> Iterator[FileReport]:
+def _run(jobs: Mapping[str, Job], out: Path, comparison: Comparison, workers: int, observe: Observer) -> Iterator[FileReport]:
     lock = Lock()
 
     def report(event: Event) -> None:
         with lock:
             observe(event)
 
-    def run(job: _Job) -> FileReport:
+    def run(name: str) -> FileReport:
         with InputFiles(out) as ours, InputFiles(comparison.root) as theirs:
-            source = SourceTensors.of(comparison.checkpoint, theirs)
-            return walk(ours, job.name, job.pieces(source), report, whole=job.whole)
+            return walk(ours, name, jobs[name](SourceTensors.of(comparison.checkpoint, theirs)), report)
 
     with one_torch_thread():
         if workers == 1:

@@ -62,7 +62,7 @@ class Piece:
 
 @dataclass(slots=True)
 class FileReport:
-    """What one pass found: mismatches, digests, and the bytes that were compared."""
+    """What one pass found: mismatches, digests, and how many bytes were read and compared; ``sha256`` of what was read."""
 
     name: str
     mismatches: list[Mismatch] = field(default_factory=list)
@@ -142,11 +142,8 @@ class _Sha256:
             self.free.put(buffer)
 
 
-def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer, *, whole: bool = True) -> FileReport:
-    """Read the pieces of one file in order, hash them, and compare each with what it must be.
-
-    ``whole``: the pieces make up the file, so that its SHA-256 is meaningful. Raises OSError, EOFError.
-    """
+def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer) -> FileReport:
+    """Read the pieces of one file in order, hash them, and compare each with what it must be. Raises OSError, EOFError."""
     report = FileReport(name)
     hashed, digest = "", xxhash.xxh3_128()
     memory = Memory()
@@ -174,7 +171,7 @@ def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer,
             observe(Event(name, size, how=READ_BACK))
     report.tensors.pop("", None)
     report.mismatches = list(mismatches.values())
-    report.sha256 = sha.hash.hexdigest() if whole else ""
+    report.sha256 = sha.hash.hexdigest()
     observe(Event(name, done=True, how=READ_BACK))
     return report
 

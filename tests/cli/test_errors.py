@@ -198,6 +198,19 @@ def test_deepseeks_rule_where_routed_experts_are_not_mxfp4() -> None:
     assert "aiter-deepseek-routed-not-mxfp4" in {r.code for r in answer.model.reasons}
 
 
+def test_a_model_that_the_heterogeneous_kernel_is_not_built_for() -> None:
+    answers = [a for a in judge(Model().subject()) if a.name.endswith("-fhmoe")]
+    assert answers
+    assert all("aiter-heterogeneous" in {r.code for v in a.layers for r in v.reasons} for a in answers)
+
+
+def test_a_broken_checkpoint_gets_no_verdict(source: Make, run: Run) -> None:
+    root = source(**KNOBS)
+    next(root.glob("*.safetensors")).unlink()
+    targets = json.loads(run("inspect", root, "--target", "megamoe-128", "--json")[1])["targets"]
+    assert [(t["verdict"], {r["code"] for r in t["reasons"]}) for t in targets] == [("unknown", {"checkpoint-broken"})]
+
+
 def test_a_tensor_too_many_is_a_mismatch(output: Make, made: Make, run: Run) -> None:
     out = output("megamoe-512", "v4.1-flash", "--verify", "storage", layers=1, experts=1)
     rename(out, f"{SHARED}.w1.scale", "layers.0.extra", keep=True)

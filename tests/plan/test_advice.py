@@ -15,7 +15,7 @@ from fse_convert.plan.advice import Advice, advise, releases
 from fse_convert.plan.plan import Options
 from fse_convert.servers.judge import Answer, Question, judge
 from fse_convert.servers.targets import TARGETS, find_target
-from fse_convert.servers.verdict import FUSED, Outcome, because
+from fse_convert.servers.verdict import Outcome, because
 from fse_convert.testing.memory import PROJ, Model, Tensors, expert, plans_of, subject_of
 from tests.releases import NEWEST
 
@@ -104,11 +104,9 @@ def test_unsafe_releases_are_named_with_the_way_out(fused: bool) -> None:
     def answer(a: Answer) -> Answer:
         if a.question is not Question.AITER:
             return a
-        if not a.name.endswith("-aiter"):
-            return replace(a, model=refused)
-        return replace(a, model=unsafe if a.release in ("0.30", "0.31") else FUSED if fused else refused)
+        return replace(a, model=unsafe if a.name in ("vllm-0.30-aiter", "vllm-0.31-aiter") else a.model if fused else refused)
 
-    answers = [answer(a) for a in judge(about)]
+    answers = [answer(a) for a in judge(Model(routed="bf16", shared="bf16", mtp=0).subject())]
     sentence = advise(about, answers, lambda _: None).sentences[1]
     assert sentence.endswith("vLLM ROCm 0.30, 0.31 would fail to load it or compute wrong numbers: serve with SWITCH=0.")
     assert ("no known release fuses this checkpoint as is; vLLM ROCm 0.33: it refuses." in sentence) != fused
@@ -166,6 +164,4 @@ def test_releases_are_named_by_server() -> None:
     assert releases([t for t in rows if t.engine == "TensorRT-LLM"], rows) == "TensorRT-LLM"
     assert releases([t for t in rows if t.name in ("vllm-0.29", "vllm-0.31")], rows) == "vLLM 0.29, 0.31"
     answers = [a for a in judge(Model().subject()) if a.question is Question.AITER]
-    assert releases(answers[:2], answers) == "vLLM ROCm 0.29, 0.30"
-    mega = [a for a in answers if a.name == "vllm-0.33-aiter-mega"]
-    assert releases(mega, answers) == "vLLM ROCm 0.33 (mega)"
+    assert releases(answers, answers) == "vLLM ROCm >= 0.29, vllm-0.33-aiter-mega and vLLM ROCm >= 0.30 (fhmoe)"

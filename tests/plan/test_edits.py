@@ -15,7 +15,7 @@ from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import describe_source
 from fse_convert.servers.targets import find_target
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, expert
-from fse_convert.verification.expected import config_edits as derived_edits
+from fse_convert.verification.expected import ExpectedOutput
 
 HIDDEN, WIDTH, WIDER = 512, 384, 512
 Config = dict[str, Any]
@@ -137,7 +137,7 @@ def test_every_key_that_a_loader_reads_says_the_new_width_and_no_other_key_chang
     expected = placed(model, {**model.config, **model.stated(WIDER)}, where)
     assert edited(config, made) == {**expected, "vision_config": config["vision_config"]}
     decision = made.decision
-    again = derived_edits(made.source, decision.n_shared, decision.source_width, decision.main_width)
+    again = ExpectedOutput.of(made).config_edits
     assert again == list(decision.config_edits), "the proof expects the same"
 
 
@@ -178,7 +178,7 @@ def test_a_list_of_one_width_per_layer_stays_a_list(where: str) -> None:
     expected = placed(model, {**lists, "intermediate_size": WIDER, "moe_intermediate_size": [WIDER] * 2}, where)
     made = plan(config, model.tensors())
     assert edited(config, made) == {**expected, "vision_config": config["vision_config"]}
-    again = derived_edits(made.source, 1, WIDTH, WIDER)
+    again = ExpectedOutput.of(made).config_edits
     assert again == list(made.decision.config_edits)
 
 
