@@ -103,7 +103,7 @@ def _none(rows: Sequence[Answer]) -> str:
         return "no known release has a path for this model."
     answer, reason = telling[0]
     none = "not known" if answer.model.outcome is Outcome.UNKNOWN else "no known release fuses this checkpoint as is"
-    return f"{none}; {answer.engine} {answer.release}: {reason.message}."
+    return f"{none}; {answer.engine} {answer.release}{_way(answer, rows)}: {reason.message}."
 
 
 def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp: int) -> Gain | None:
@@ -161,6 +161,13 @@ def server_of(row: Release) -> str:
     return row.name.replace(row.release, "")
 
 
+def _way(row: Release, rows: Sequence[Release]) -> str:
+    """Return what sets a server apart that the same engine is also without: `` (mega)``, from the names of targets."""
+    plain = next(server_of(r) for r in rows if r.engine == row.engine)
+    extra = server_of(row).removeprefix(plain).strip("-")
+    return f" ({extra})" if extra else ""
+
+
 def releases(chosen: Iterable[Release], rows: Sequence[Release]) -> str:
     """Name releases by server: ``vLLM >= 0.31`` where all later known ones are among them, else one by one."""
     names = {row.name for row in chosen}
@@ -170,14 +177,12 @@ def releases(chosen: Iterable[Release], rows: Sequence[Release]) -> str:
         mine = [row.release for row in known if row.name in names]
         if not mine:
             continue
-        engine = known[0].engine
-        plain = server == next(server_of(row) for row in rows if row.engine == engine)
-        if len(known) == 1:
-            parts.append(engine if plain else known[0].name)
-            continue
+        engine, way = known[0].engine, _way(known[0], rows)
         newest = [row.release for row in known[-len(mine) :]] == mine
-        which = f">= {mine[0]}" if newest else ", ".join(mine)
-        parts.append(f"{engine} {which}" if plain else f"{engine} {which} ({server.rpartition('-')[2]})")
+        if len(known) == 1:
+            parts.append(known[0].name if way else engine)
+        else:
+            parts.append(f"{engine} {f'>= {mine[0]}' if newest else ', '.join(mine)}{way}")
     return " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + f" and {parts[-1]}"
 
 

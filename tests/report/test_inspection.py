@@ -251,5 +251,5 @@ def test_no_form_says_yes_to_what_is_not_understood(fault: str, form: str, sourc
         found = json.loads(plain[1])["targets"]
         assert word in {t["verdict"] for t in found}
         assert all(t["reasons"] for t in found)
-        assert fault == "contradiction" or {t["verdict"] for t in found} <= {"unknown", "unfused", "refused"}
+        assert fault == "contradiction" or {t["verdict"] for t in found} <= {"unknown", "unfused", "refused", "unsafe"}
     assert "error[not-fused]: vllm-0.33 " in err
