@@ -82,7 +82,7 @@ class Description:
     def unknown(self) -> Problem | None:
         """Why nothing can be said of the model's layers: its family is not known, or its experts have other names."""
         if self.family is None:
-            hint = f"known families: {', '.join(f.name for f in FAMILIES)}"
+            hint = f"known families: {', '.join(dict.fromkeys(f.name for f in FAMILIES))}"
             return Problem("family-unknown", f"model type {self.model_type!r} is not known", "config.json", hint)
         return self.outside[0] if self.outside and not self.layers else None
 
