@@ -134,8 +134,7 @@ class View:
         self.remarks = [*found.unsupported, *found.conflicts, *found.notes]
         self.complaints = list(self._complaints([a for a in found.answers if a.name in required]))
         self.costs = cost_rows(found)
-        self.cost_title = f"Costs at EP {found.costs.serving.ep}, TP {found.costs.serving.tp}" if found.costs else ""
-        self.cost_note = _cost_note(found.costs) if found.costs else ""
+        self.cost_title, self.cost_note = _cost_words(found.costs) if found.costs else ("", "")
         self.advised_cost = advised_cost(found)
 
     def _numbered(self, row: Row) -> Row:
@@ -354,9 +353,13 @@ def cost_rows(found: Inspection) -> list[CostRow]:
     return rows
 
 
-def _cost_note(c: Costs) -> str:
+def _cost_words(c: Costs) -> tuple[str, str]:
+    """Return the title of the costs, and what keeps figures per rank from being true."""
+    if not c.uneven:
+        return f"Costs at EP {c.serving.ep}, TP {c.serving.tp}", ""
     counts = ", ".join(map(str, c.uneven))
-    return f"EP {c.serving.ep} does not divide {counts} routed experts: no figures per rank of them" if counts else ""
+    note = f"EP {c.serving.ep} does not divide {counts} routed experts: no figures per rank of them"
+    return f"Costs at TP {c.serving.tp}", note
 
 
 def advised_cost(found: Inspection) -> str:
