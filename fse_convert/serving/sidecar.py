@@ -95,10 +95,6 @@ class Sidecar:
         """Whether the manifest has digests to compare files and tensors with; if not, a loader logs `UNPROVED`."""
         return self.manifest.files is not None and self.manifest.tensors is not None
 
-    def nbytes(self, prefix: str) -> int:
-        """Return the bytes of one layer's four tensors."""
-        return sum(self._places[f"{prefix}.{part.value}"].nbytes for part in KernelTensorName)
-
     def tensors(self, prefix: str) -> KernelShared:
         """Read the four tensors of a layer; see `tensor`."""
         return KernelShared(*(self.tensor(prefix, part) for part in KernelTensorName))
