@@ -19,6 +19,7 @@ MAX_HEADER = 100_000_000
 LENGTH_BYTES = 8
 METADATA = "__metadata__"
 LFS_POINTER = b"version https://git-lfs"
+LFS_HINT = "fetch the real file: git lfs pull in a git clone, else download this file again"
 U64_MAX = 2**64 - 1
 
 BITS: Mapping[str, int] = {
@@ -62,7 +63,7 @@ def header_length(first: bytes, file_size: int, shard: str) -> int:
     short, for a Git LFS pointer, and for a length that exceeds the limit or the file.
     """
     if first.startswith(LFS_POINTER):
-        _refuse("lfs-pointer", shard, "this is a Git LFS pointer, not the weights", "fetch the real file: git lfs pull")
+        _refuse("lfs-pointer", shard, "this is a Git LFS pointer, not the weights", LFS_HINT)
     if file_size < LENGTH_BYTES:
         _refuse("header-short", shard, f"the file has {file_size} bytes, a header needs at least {LENGTH_BYTES}", RELOAD)
     length = int.from_bytes(first[:LENGTH_BYTES], "little")

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from fse_convert.checkpoint.folder import Folder
-from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_POINTER, Header, TensorInfo, header_length, parse_header
+from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_HINT, LFS_POINTER, Header, TensorInfo, header_length, parse_header
 from fse_convert.checkpoint.kinds import ADAPTERS, INDEXES, OTHER_FORMATS, SLICE, Kind, beside, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, QUANT_CONFIG, SIDECAR, SUFFIX, natural_key
 from fse_convert.checkpoint.unlisted import judge_unlisted
@@ -317,12 +317,10 @@ class _CheckpointReader:
             if shard in read and (name not in tensors or tensors[name].shard != shard):
                 absent.setdefault(shard, []).append(name)
         for shard, names in sorted(absent.items()):
-            elsewhere = sorted({tensors[n].shard for n in names if n in tensors})
-            hint = (
-                f"rewrite the index: {some(elsewhere)} has them"
-                if elsewhere
-                else "download index and shard again: they are of two saves"
-            )
+            elsewhere = [f"{n} to {tensors[n].shard}" for n in names if n in tensors]
+            hint = "download the index again, and if this stays, the shard: they are of two saves"
+            if elsewhere:
+                hint = f"in the index's weight_map, set {some(elsewhere)}"
             self._problem("tensor-missing", f"the index says that this shard holds {some(names)}; it does not", shard, hint)
         extra: dict[str, list[str]] = {}
         for name, info in tensors.items():
@@ -346,9 +344,7 @@ def parse_object(raw: bytes, name: str) -> dict[str, Any]:
     value = None
     mark = next((encoding for encoding, start in MARKS.items() if raw.startswith(start)), None)
     if raw.startswith(LFS_POINTER):
-        raise InvalidCheckpoint(
-            Problem("lfs-pointer", "this is a Git LFS pointer, not the file", name, "fetch the real file: git lfs pull")
-        )
+        raise InvalidCheckpoint(Problem("lfs-pointer", "this is a Git LFS pointer, not the file", name, LFS_HINT))
     if mark:
         message, hint = f"it begins with the byte order mark of {mark}, which servers refuse", "save it as UTF-8 without that mark"
     else:

@@ -11,7 +11,10 @@ from fse_convert.checkpoint.kinds import Kind
 from fse_convert.checkpoint.names import INDEX
 from fse_convert.errors import Problem, some
 
-LEFTOVER = Kind("shards that the index does not list, whose tensors all stand in listed ones too", "a leftover: it can be removed")
+LEFTOVER = Kind(
+    "shards that the index does not list, with the names and shapes of tensors that stand in listed ones",
+    "a leftover: servers that read the index ignore it; compare the bytes before you remove it",
+)
 VARIANT = Kind(
     "shards that the index does not list, with other forms of tensors that stand in listed ones",
     "servers that read the index ignore it",

@@ -82,10 +82,12 @@ def _expert_dtype_conflicts(quantization: Quantization, layers: Sequence[LayerDe
     written = quantization.expert_dtype
     kinds = {d.routed.formats[Role.GATE].kind for d in layers if d.routed and d.layer.kind is LayerKind.DECODER}
     known = {kind.facts.expert_dtype for kind in StorageKind} - {None}
-    if written in known and any(kind.facts.expert_dtype != written for kind in kinds):
-        stored = ", ".join(sorted(kind.value for kind in kinds))
+    read = written in known or (written is not None and quantization.method in FP8_METHODS)
+    if read and any(kind.facts.expert_dtype != written for kind in kinds):
+        stored, right = ", ".join(sorted(kind.value for kind in kinds)), {kind.facts.expert_dtype for kind in kinds}
         message = f"expert_dtype is {written!r}, the routed experts are stored as {stored}"
-        yield Problem("config-expert-dtype", message, "config.json")
+        hint = f'set expert_dtype to "{right.pop()}" where it stands' if len(right) == 1 and None not in right else ""
+        yield Problem("config-expert-dtype", message, "config.json", hint)
 
 
 def _block_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
@@ -94,9 +96,13 @@ def _block_conflicts(quantization: Quantization, layers: Sequence[LayerDescripti
     if block is None:
         return
     fp8 = (f for d in layers for g in d.groups for f in g.formats.values() if f.kind.facts.expert_dtype == "fp8")
-    for label in sorted({f.label for f in fp8 if f.block not in (block, MXFP8_BLOCK)}):
+    odd = {f.label: f.block for f in fp8 if f.block not in (block, MXFP8_BLOCK)}
+    for label, stored in sorted(odd.items()):
         message = f"{quantization.block_key} is {list(block)}, experts are stored as {label}"
-        yield Problem("config-block", message, "config.json", "servers believe the config and would not load these scales")
+        hint = "servers believe the config and would not load these scales"
+        if stored and len(odd) == 1:
+            hint = f"set {quantization.block_key} to {list(stored)}: servers believe it"
+        yield Problem("config-block", message, "config.json", hint)
 
 
 def _method_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
@@ -108,9 +114,15 @@ def _method_conflicts(quantization: Quantization, layers: Sequence[LayerDescript
             message = f"no quantization_config, but experts are stored as {', '.join(quantised)}"
             yield Problem("quantization-missing", message, "config.json", "servers would load the model as unquantised")
         return
-    if quantization.method in OTHER_CODES and quantised:
-        message = f"{quantization.source} says {quantization.method}, but experts are stored as {', '.join(quantised)}"
-        yield Problem("quantization-method", message, "config.json", "servers would not load them")
+    kinds = {f.kind for _, group in routed + shared for f in group.formats.values()}
+    if quantization.method in FP8_METHODS:
+        kinds -= {StorageKind.MXFP4}  # DeepSeek-V4's routed experts, of which ``expert_dtype`` tells
+    unlike = [kind for kind in kinds if kind.facts.written and kind.facts.written.isdisjoint(quantization.weights)]
+    if quantised and (quantization.method in OTHER_CODES or (quantization.weights and unlike)):
+        says = ", ".join(filter(None, (quantization.method, *sorted(quantization.weights))))
+        message = f"{quantization.source} says {says}, but experts are stored as {', '.join(quantised)}"
+        where, hint = quantization.source.partition(":")[0], "make it say how the experts are stored: servers believe it"
+        yield Problem("quantization-method", message, where, hint)
     if quantization.method in WHOLE_MODEL:
         yield from _exclusion_conflicts(quantization, "routed experts", routed)
         yield from _exclusion_conflicts(quantization, "shared experts", shared)
@@ -127,8 +139,10 @@ def _exclusion_conflicts(quantization: Quantization, what: str, groups: Sequence
     if quantization.method in FP8_METHODS and quantization.moe_quant_algo is None:
         kept = [name for name, group in groups if not _plain(group) and covered(quantization.ignore, name)]
         if kept:
+            entries = [entry for entry in quantization.ignore if any(covered([entry], name) for name in kept)]
             message = f"{quantization.ignore_key} excludes {what} of {len(kept)} layers, which are stored quantised"
-            yield Problem("quantization-excluded", message, kept[0], "servers would load them as unquantised")
+            hint = f"servers that match these entries load them as unquantised: remove {some(entries)}"
+            yield Problem("quantization-excluded", message, kept[0], hint)
 
 
 def _plain(group: ExpertGroup) -> bool:

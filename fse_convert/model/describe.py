@@ -53,11 +53,9 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description
     grouping = group_layers(family, tensors, family.number(config, "num_hidden_layers"))
     layers = _Reader(quantization.block_hint, gated=family.gated).describe(grouping.layers)
     n_shared = family.shared_count(config) if any(m.shared for m in grouping.layers) else 0
-    found = (
-        *conflicts(family, config, quantization, layers, n_shared),
-        *_depth_conflicts(family, config, grouping),
-        *quantization.conflicts,
-    )
+    depths = tuple(_depth_conflicts(family, config, grouping))
+    found = (*conflicts(family, config, quantization, layers, n_shared), *depths, *quantization.conflicts)
+    lacking = gaps(family, config, grouping.layers) if not (grouping.beyond or grouping.early) else ()
     return Description(
         family=family,
         model_type=model_type,
@@ -65,7 +63,7 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description
         n_shared=n_shared,
         layers=layers,
         conflicts=tuple(dict.fromkeys(found)),
-        gaps=tuple(gaps(family, config, grouping.layers)),
+        gaps=tuple(lacking),
         outside=(*converted, *_strays(family, grouping)),
     )
 
@@ -87,7 +85,7 @@ def _depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Groupi
     for layers, what in ((grouping.beyond, f"have no {marks} and are decoder layers"), (grouping.early, f"have {marks}")):
         if layers:
             message = f"num_hidden_layers is {depth}, but these layers {what}: {some(layers)}"
-            hint = "write the number of decoder layers there that the checkpoint has, without MTP layers"
+            hint = f"set num_hidden_layers to {grouping.depth}, the number of decoder layers"
             yield Problem("config-layers", message, "config.json", hint)
     if promised and grouping.layers and not grouping.mtp:
         message = f"{family.mtp_key} is {promised}, but no tensor is of an MTP layer"

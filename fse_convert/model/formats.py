@@ -65,7 +65,8 @@ PLAIN_WEIGHTS = {"BF16": Element(bytes(2), NaN.BF16), "F16": Element(bytes(2), N
 class Facts:
     """The facts that hold for every projection of one storage format.
 
-    ``label``: for people; empty where it depends on the dtypes. ``expert_dtype``: how DeepSeek's configs call it. ``weights``
+    ``label``: for people; empty where it depends on the dtypes. ``expert_dtype``: how DeepSeek's configs call it; ``written``: how
+    other configs call the elements. ``weights``
     and ``scales``: the dtypes of each with the element that pads them, zero and one. ``packed``: elements per stored weight
     element. ``group``: columns per scale, where the format itself fixes it.
     """
@@ -73,6 +74,7 @@ class Facts:
     weights: Mapping[str, Element]
     label: str = ""
     expert_dtype: str | None = None
+    written: frozenset[str] = frozenset()
     scales: Mapping[str, Element] = field(default_factory=dict)
     packed: int = 1
     group: int | None = None
@@ -94,13 +96,14 @@ class StorageKind(str, Enum):
         return FACTS[self]
 
 
+_FP8, _MXFP4, _NVFP4 = (frozenset(words) for words in (("FP8", "MXFP8"), ("MXFP4", "FP4"), ("NVFP4", "FP4")))
 FACTS: Mapping[StorageKind, Facts] = {
-    StorageKind.FP8_BLOCK: Facts(FP8_WEIGHTS, expert_dtype="fp8", scales=FP8_SCALES),
-    StorageKind.FP8_CHANNEL: Facts(FP8_WEIGHTS, "FP8 per channel", expert_dtype="fp8", scales=FP8_SCALES),
-    StorageKind.FP8_TENSOR: Facts(FP8_WEIGHTS, "FP8 per tensor", expert_dtype="fp8"),
-    StorageKind.MXFP4: Facts(FP4_WEIGHTS, "MXFP4", expert_dtype="fp4", scales=E8M0_SCALES, packed=2, group=32),
+    StorageKind.FP8_BLOCK: Facts(FP8_WEIGHTS, expert_dtype="fp8", written=_FP8, scales=FP8_SCALES),
+    StorageKind.FP8_CHANNEL: Facts(FP8_WEIGHTS, "FP8 per channel", expert_dtype="fp8", written=_FP8, scales=FP8_SCALES),
+    StorageKind.FP8_TENSOR: Facts(FP8_WEIGHTS, "FP8 per tensor", expert_dtype="fp8", written=_FP8),
+    StorageKind.MXFP4: Facts(FP4_WEIGHTS, "MXFP4", expert_dtype="fp4", written=_MXFP4, scales=E8M0_SCALES, packed=2, group=32),
     StorageKind.NVFP4: Facts(
-        FP4_WEIGHTS, "NVFP4", expert_dtype="fp4", scales={"F8_E4M3": Element(b"\x38", NaN.E4M3)}, packed=2, group=16
+        FP4_WEIGHTS, "NVFP4", expert_dtype="fp4", written=_NVFP4, scales={"F8_E4M3": Element(b"\x38", NaN.E4M3)}, packed=2, group=16
     ),
     StorageKind.PLAIN: Facts(PLAIN_WEIGHTS),
 }

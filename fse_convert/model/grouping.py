@@ -39,12 +39,13 @@ Parts = dict[str, dict[str, TensorInfo]]
 class Grouping:
     """The MoE layers of a model, decoder layers first, and expert tensors that belong to none of them.
 
-    ``beyond``: decoder layers numbered from ``num_hidden_layers`` on, ``early``: MTP layers numbered below it. ``mtp``: whether any
-    tensor is of an MTP layer, with or without experts.
+    ``depth``: how many decoder layers there are, with those that have no experts. ``beyond``: decoder layers numbered from
+    ``num_hidden_layers`` on, ``early``: MTP layers numbered below it. ``mtp``: whether any tensor is of an MTP layer.
     """
 
     layers: tuple[MoELayer, ...]
     strays: tuple[TensorInfo, ...]
+    depth: int
     beyond: tuple[str, ...]
     early: tuple[str, ...]
     mtp: bool
@@ -135,6 +136,7 @@ class _Grouper:
         return Grouping(
             layers=tuple(m for _, m in sorted(layers.items(), key=lambda pair: (pair[0][0] is LayerKind.MTP, pair[0][1]))),
             strays=tuple(t for t in self.strays if not t.name.startswith(twins) and not TOWER.search(t.name)),
+            depth=depth,
             beyond=tuple(sorted(beyond, key=natural_key)),
             early=tuple(sorted(early, key=natural_key)),
             mtp=self.mtp or bool(self.marked) or any(b.own for b in blocks),

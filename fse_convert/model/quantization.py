@@ -59,7 +59,8 @@ class Quantization:
     ``source`` names where it stands: ``config.json``, ``config.json:text_config``, ``config.json:compression_config``,
     ``hf_quant_config.json``, or empty for an unquantised model. ``method`` is ``quant_method`` in lower case, None when
     it is missing. ``block_hint``: the FP8 block that is stated anywhere, under ``block_key``; ``block``: the same where servers
-    read one for the method. ``ignore`` is the list that servers read, found under ``ignore_key``; ``raw`` the dictionary itself.
+    read one for the method. ``weights``: what it stores weights as, FP8, MXFP8, MXFP4, NVFP4, INT4 ...; empty where it does not
+    say. ``ignore`` is the list that servers read, found under ``ignore_key``; ``raw`` the dictionary itself.
     ``conflicts``: what is malformed, and where configs contradict each other.
     """
 
@@ -70,6 +71,7 @@ class Quantization:
     block: tuple[int, int] | None = None
     block_hint: tuple[int, int] | None = None
     block_key: str = ""
+    weights: frozenset[str] = frozenset()
     ignore: tuple[str, ...] = ()
     ignore_key: str | None = None
     expert_dtype: str | None = None
@@ -113,6 +115,7 @@ def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any]
         quant_algo=_upper(read.flat.get("quant_algo")),
         moe_quant_algo=_upper(read.flat.get("moe_quant_algo")),
         block=block.sides if one_block else None,
+        weights=frozenset(read.weights),
         ignore=ignore,
         ignore_key=ignore_key,
         raw=read.raw,
@@ -248,14 +251,15 @@ def _contradicting(sections: list[_Section]) -> Iterator[Problem]:
     """Compare the other places that describe a quantisation with the one that is read: its name, its elements, its exclusions."""
     for other in sections[1:]:
         read = sections[0]
+        hint = f"servers read {read.source}; keep the one that says how the experts are stored, and remove the other"
         both = [key for key in read.named if key in other.named and read.named[key] != other.named[key]]
         mine, theirs = read.weights, other.weights
         if both:
             message = f"{both[0]} is {other.flat[both[0]]!r} here and {read.flat[both[0]]!r} in {read.source}"
-            yield Problem("quantization-conflict", message, where=other.source)
+            yield Problem("quantization-conflict", message, where=other.source, hint=hint)
         elif mine and theirs and not (mine <= theirs or theirs <= mine):
             message = f"weights are {', '.join(sorted(theirs))} here and {', '.join(sorted(mine))} in {read.source}"
-            yield Problem("quantization-conflict", message, where=other.source, hint=f"servers read {read.source}")
+            yield Problem("quantization-conflict", message, where=other.source, hint=hint)
         if read.ignored != other.ignored:
             more, fewer = len(other.ignored - read.ignored), len(read.ignored - other.ignored)
             message = f"excludes {more} modules that {read.source} does not, and lacks {fewer}"

@@ -50,7 +50,7 @@ def test_a_copy_of_a_listed_shard_is_a_leftover(source: Make) -> None:
     (note,) = found.checkpoint.notes
     assert note.code == "left-out"
     assert note.message.endswith(LEFT)
-    assert note.hint == "a leftover: it can be removed"
+    assert note.hint == "a leftover: servers that read the index ignore it; compare the bytes before you remove it"
     assert "extra.safetensors" not in found.checkpoint.others
 
 
@@ -153,13 +153,14 @@ def test_a_tensor_that_the_index_looks_for_in_another_shard(source: Make) -> Non
     root = source()
     first, second, *_ = (p.name for p in shards(root))
     moved = json.loads((root / INDEX).read_text())["weight_map"]
+    tensor = next(t for t, n in moved.items() if n == first)
 
     def change(index: dict[str, Any]) -> None:
-        index["weight_map"] |= {next(t for t, n in moved.items() if n == first): second}
+        index["weight_map"] |= {tensor: second}
 
     edit_index(root, change)
     (problem,) = read(root).problems
     assert (problem.code, problem.where) == ("tensor-missing", second)
-    assert problem.hint == f"rewrite the index: {first} has them"
+    assert problem.hint == f"in the index's weight_map, set {tensor} to {first}"
     rewrite_index(root)
     assert read(root).problems == ()

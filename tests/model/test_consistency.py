@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fse_convert.errors import Problem
 from fse_convert.model.consistency import covered, expected_layers
 from fse_convert.model.families import find_family
 from fse_convert.model.moe import LayerKind, MoELayer
@@ -20,12 +21,15 @@ Run = Callable[..., tuple[int, str, str]]
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 
 
-def conflicts(model: Model, quant: dict[str, Any] | None, file: dict[str, Any] | None = None) -> list[str]:
+def described(model: Model, quant: dict[str, Any] | None, file: dict[str, Any] | None = None) -> tuple[Problem, ...]:
     config = {k: v for k, v in model.full_config().items() if k != "quantization_config"} | (
         {"quantization_config": quant} if quant else {}
     )
-    found = subject_of(config, model.tensors(), file).description.conflicts
-    return [str(c) for c in found if c.code.startswith("quantization-")]
+    return subject_of(config, model.tensors(), file).description.conflicts
+
+
+def conflicts(model: Model, quant: dict[str, Any] | None, file: dict[str, Any] | None = None) -> list[str]:
+    return [str(c) for c in described(model, quant, file) if c.code.startswith("quantization-")]
 
 
 def test_a_config_that_fits_has_none() -> None:
@@ -51,12 +55,37 @@ def test_a_stale_config_after_dequantising() -> None:
         {**FP8, "modules_to_not_convert": ["shared_experts"]},
         {**FP8, "ignored_layers": ["layers.0.ffn.shared_experts", "layers.1.ffn.shared_experts", "mtp.0.ffn.shared_experts"]},
         {"quant_method": "quark", "exclude": ["re:.*shared_experts.*"], "global_quant_config": {}, "export": {}},
-        {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["*.ffn.shared_experts.*"]},
+        {"quant_method": "modelopt", "ignore": ["*.ffn.shared_experts.*"]},
         {"quant_method": "compressed-tensors", "config_groups": {}},
     ],
 )
 def test_excluded_shared_experts_are_no_conflict(quant: dict[str, Any]) -> None:
     assert conflicts(Model(shared="bf16"), quant) == []
+
+
+@pytest.mark.parametrize(
+    ("quant", "says"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "modelopt, MXFP8"),
+        ({"quant_method": "mxfp8"}, "mxfp8, MXFP8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"type": "int", "num_bits": 4}}}},
+         "compressed-tensors, INT4"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq, INT4"),
+    ],
+)  # fmt: skip
+def test_elements_that_the_experts_are_not_stored_in(quant: dict[str, Any], says: str) -> None:
+    found = conflicts(Model(), {**quant, "ignore": []})
+    assert found == [f"config.json: config.json says {says}, but experts are stored as FP8 32x32 E8M0, MXFP4"]
+
+
+@pytest.mark.parametrize("written", ["fp8", "mxfp4", "FP4", "nvfp4"])
+def test_an_expert_dtype_that_servers_do_not_read_as_what_is_stored(written: str) -> None:
+    config = {**Model().full_config(), "expert_dtype": written}
+    found = subject_of(config, Model().tensors()).description.conflicts
+    (problem,) = [c for c in found if c.code == "config-expert-dtype"]
+    assert problem.message == f"expert_dtype is {written!r}, the routed experts are stored as mxfp4"
+    assert problem.hint == 'set expert_dtype to "fp4" where it stands'
 
 
 def test_an_exclusion_that_the_tensors_do_not_follow() -> None:

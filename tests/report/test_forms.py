@@ -429,7 +429,7 @@ def check_annotations(view: View, said: Said, code: ExitCode) -> None:
     wanted = set()
     for name, (shown, _) in said.required.items():
         for r in answers[name].model.reasons:
-            saying = "is unsafe" if shown == "unsafe" else "does not fuse"
+            saying = {"unsafe": "is unsafe", "unknown": "is not known to fuse"}.get(shown, "does not fuse")
             wanted.add((f"{name} {saying}", f"{r.code}: {r.message}" + (f" -> {r.hint}" if r.hint else "")))
     wanted |= {(p.code, f"{p}" + (f" -> {p.hint}" if p.hint else "")) for p in view.found.problems}
     assert set(errors) == wanted

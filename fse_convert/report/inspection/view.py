@@ -156,7 +156,8 @@ class View:
     def _complaints(self, required: Sequence[Answer]) -> Iterator[Complaint]:
         yield from (Complaint(error=True, said="", problem=p) for p in self.found.problems)
         for a in required:
-            said = f"{a.name} {'is unsafe' if a.model.outcome is Outcome.UNSAFE else 'does not fuse'}"
+            verb = {Outcome.UNSAFE: "is unsafe", Outcome.UNKNOWN: "is not known to fuse"}.get(a.model.outcome, "does not fuse")
+            said = f"{a.name} {verb}"
             for r in () if a.fused else a.model.reasons or (Reason("not-fused", LOOKS[a.model.outcome].word),):
                 yield Complaint(error=True, said=said, problem=r)
         yield from (Complaint(error=False, said="", problem=p) for p in (*self.found.unsupported, *self.found.conflicts))
@@ -185,7 +186,7 @@ def headline(found: Inspection) -> str:
     description, checkpoint, quantization = found.description, found.checkpoint, found.subject.quantization
     family = description.family.name if description.family else "unknown family"
     parts = [
-        f"{family} ({description.model_type or 'no model_type'})",
+        f"{family} ({description.model_type or ('no model_type' if checkpoint.config else 'config.json could not be read')})",
         *(["converted by fse-convert"] if found.converted else []),
         counted(len(checkpoint.shards), "shard"),
         counted(len(checkpoint.tensors), "tensor"),
