@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+K = TypeVar("K")
 T = TypeVar("T")
 COLUMNS = 100
 """Where there is no terminal."""
@@ -25,6 +26,11 @@ def console(*, stderr: bool = False) -> Console:
     wraps = (sys.stderr if stderr else sys.stdout).isatty()
     columns = None if wraps else COLUMNS
     return Console(stderr=stderr, width=columns, soft_wrap=not wraps, highlight=False, markup=False, emoji=False)
+
+
+def say(lines: Iterable[str | Table]) -> None:
+    """Print results to stdout, one below the other."""
+    console().print(*lines, sep="\n")
 
 
 def boxed(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
@@ -58,6 +64,14 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def gathered(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """Gather values by key, in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
 def runs(items: Iterable[T], alike: Callable[[T], object], name: Callable[[T], str]) -> Iterator[tuple[str, T]]:
     """Fold neighbours that look alike; yield the name of each run, and its first item."""
     for _, group in groupby(items, alike):
@@ -79,9 +93,5 @@ def span(names: list[str]) -> str:
 
 def problem_lines(problem: Problem) -> list[str]:
     """Return an error in at most three lines: what, where, hint."""
-    lines = [f"error[{problem.code}]: {problem.message}"]
-    if problem.where:
-        lines.append(f"  where: {problem.where}")
-    if problem.hint:
-        lines.append(f"  hint:  {problem.hint}")
-    return lines
+    below = (("  where: ", problem.where), ("  hint:  ", problem.hint))
+    return [f"error[{problem.code}]: {problem.message}", *(name + value for name, value in below if value)]
