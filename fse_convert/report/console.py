@@ -45,11 +45,6 @@ def boxed(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     return table
 
 
-def printable(value: object) -> str:
-    """Return a name or path with what is not Unicode as escapes, so that any terminal can print it."""
-    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def size(n: float) -> str:
     """Return bytes in words, in powers of 1024."""
     for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):

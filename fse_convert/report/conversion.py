@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fse_convert.errors import printable
 from fse_convert.plan.plan import LayerVerdict, Plan
-from fse_convert.report.console import boxed, counted, printable, runs, say, size
+from fse_convert.report.console import boxed, counted, runs, say, size
 from fse_convert.servers.verdict import Outcome
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 
-from fse_convert.errors import Problem
-from fse_convert.report.console import printable
+from fse_convert.errors import Problem, printable
 
 LOGGER = "fse_convert"
 

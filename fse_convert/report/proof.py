@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fse_convert.errors import some
-from fse_convert.report.console import counted, printable, say, size
+from fse_convert.errors import printable, some
+from fse_convert.report.console import counted, say, size
 from fse_convert.verification.findings import SEED, TOKENS
 
 if TYPE_CHECKING:

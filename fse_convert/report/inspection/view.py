@@ -125,8 +125,7 @@ class View:
         self.rows = [row for section in self.sections for row in section.rows]
         shown = {outcome for row in self.rows for cells in row.cells for outcome, _ in cells}
         self.legend = [(outcome, look) for outcome, look in reversed(LOOKS.items()) if outcome in shown]
-        asked = [(row, name) for row in self.rows for name in row.names if name in required]
-        self.required = [replace(row, names=(name,), label=name) for row, name in asked]
+        self.required = [replace(row, names=(name,), label=name) for row in self.rows for name in row.names if name in required]
         self.verdict = self._verdict()
         self.remarks = [*found.unsupported, *found.conflicts, *found.notes]
         self.complaints = list(self._complaints([a for a in found.answers if a.name in required]))
