@@ -193,6 +193,11 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(listed[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def printable(value: object) -> str:
+    """Return a name, path or text with half characters, which file names and JSON can hold and no terminal can print, escaped."""
+    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def folded(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     """Say once what is wrong in many places in the same way: the first place, and how many more there are."""
     places: dict[tuple[str, str, str], list[str]] = {}

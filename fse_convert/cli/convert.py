@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import complete_target, json_option, link_option, log_options, part_option
+from fse_convert.cli.options import FOLDER, complete_target, json_option, link_option, log_options, part_option
 from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Experts, Options
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path, readable=False))
-@click.argument("out", type=click.Path(path_type=Path, readable=False))
+@click.argument("checkpoint", type=FOLDER)
+@click.argument("out", type=FOLDER)
 @click.option(
     "--target", default="megamoe-512", show_default=True, metavar="NAME", shell_complete=complete_target,
     help="Kernel contract or server release to convert for; see `fse-convert targets`.",
@@ -69,7 +69,7 @@ def convert(
     target: str,
     experts: str,
     tp: int,
-    link: str,
+    link: Link,
     *,
     workers: int,
     allow_unfused: bool,
@@ -81,10 +81,12 @@ def convert(
     level: str,
     log: Log,
     as_json: bool,
-) -> None:
+) -> ExitCode:
     """Convert CHECKPOINT into OUT (default command)."""
     from fse_convert.conversion.run import Conversion, Request
+    from fse_convert.plan.notes import notes
     from fse_convert.report import conversion
+    from fse_convert.report.console import size
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import conversion_record, dump, plan_record
@@ -100,7 +102,7 @@ def convert(
         source=checkpoint,
         out=out,
         options=options,
-        link=Link(link),
+        link=link,
         overwrite=overwrite,
         verify=Level(level),
         workers=workers,
@@ -110,17 +112,16 @@ def convert(
     )
     job = Conversion(request)
     if not as_json:
-        conversion.print_notes(job.plan, log)
+        for note in notes(job.plan, size=size):
+            log.note(note)
     if dry_run:
         estimate = job.estimate()
         if as_json:
-            click.echo(dump(plan_record(job.plan, estimate)))
+            click.echo(dump(plan_record(job.plan, needs=estimate)))
         else:
             conversion.print_plan(job.plan, title="plan")
             conversion.print_estimate(estimate)
-        if not estimate.fits:
-            raise click.exceptions.Exit(int(ExitCode.ENVIRONMENT))
-        return
+        return ExitCode.OK if estimate.fits else ExitCode.ENVIRONMENT
     with progress(*job.workload(), log) as observe:
         result = job.run(observe)
     if as_json:
@@ -132,3 +133,4 @@ def convert(
         conversion.print_written(result, out)
         if result.proof:
             print_proof(result.proof, written=True)
+    return ExitCode.OK

@@ -27,7 +27,7 @@ def explain(code: tuple[str, ...], *, as_json: bool) -> None:
 
     from fse_convert.codes import all_codes
     from fse_convert.errors import Problem, UsageError
-    from fse_convert.report.codes import codes_record, print_codes, print_names
+    from fse_convert.report.codes import CodesRecord, print_codes, print_names
     from fse_convert.report.records import dump
 
     known = all_codes()
@@ -38,7 +38,7 @@ def explain(code: tuple[str, ...], *, as_json: bool) -> None:
             raise UsageError(Problem("code-unknown", f"no code {name!r}", "CODE", hint))
     chosen = [known[name] for name in code] or list(known.values())
     if as_json:
-        click.echo(dump(codes_record(chosen)))
+        click.echo(dump(CodesRecord(codes=chosen)))
     elif code:
         print_codes(chosen)
     else:

@@ -9,6 +9,7 @@ import click
 
 from fse_convert.cli.app import cli
 from fse_convert.cli.options import complete_target, json_option
+from fse_convert.errors import ExitCode, environment
 
 if TYPE_CHECKING:
     from fse_convert.report.inspection.view import View
@@ -39,7 +40,7 @@ def inspect(
     html: Path | None,
     *,
     as_json: bool,
-) -> None:
+) -> ExitCode:
     """Show which servers fuse CHECKPOINT, and why.
 
     Reads config and headers of a folder or of hf://org/name[@revision], and of a folder F32 scales of shared experts; with
@@ -47,9 +48,9 @@ def inspect(
     AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
     """
     from fse_convert import inspection
-    from fse_convert.errors import environment
     from fse_convert.plan.costs import Serving
     from fse_convert.report.console import problem_lines
+    from fse_convert.report.inspection.pages import check_page, write_page
     from fse_convert.report.inspection.view import View
     from fse_convert.servers.judge import ALL_TARGETS
     from fse_convert.servers.naming import find_named
@@ -57,8 +58,6 @@ def inspect(
     target = tuple(find_named(name, ALL_TARGETS).name for name in target)
     require = tuple(find_named(name, ALL_TARGETS, "--require").name for name in require)
     if html:
-        from fse_convert.report.inspection.pages import check_page
-
         with environment(html):
             check_page(html, checkpoint)
     with environment(checkpoint):
@@ -68,14 +67,11 @@ def inspect(
     view = View(found, target, require)
     _print(view, "json" if as_json else format_name)
     if html:
-        from fse_convert.report.inspection.pages import write_page
-
         with environment(html):
             write_page(html, view)
     for problem in view.errors:
         click.echo("\n".join(problem_lines(problem)), err=True)
-    if view.exit_code:
-        raise click.exceptions.Exit(int(view.exit_code))
+    return view.exit_code
 
 
 def _print(view: View, format_name: str) -> None:
@@ -89,8 +85,7 @@ def _print(view: View, format_name: str) -> None:
 
         print_inspection(view)
     else:
-        from fse_convert.report.inspection.github import workflow_commands
-        from fse_convert.report.inspection.pages import markdown
+        from fse_convert.report.inspection.pages import markdown, workflow_commands
 
         lines = workflow_commands(view) if format_name == "github" else []
         click.echo("\n".join([*lines, markdown(view).rstrip("\n")]))

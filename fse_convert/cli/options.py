@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 MOST_PARTS = 10_000
+FOLDER = click.Path(path_type=Path, readable=False)
+"""A folder that may not be there yet; what is wrong with one is said by whoever opens it."""
 
 
 def json_option(command: Command) -> Command:
@@ -27,6 +30,7 @@ def link_option(to: str) -> Callable[[Command], Command]:
     """Add ``--link``, for a command that writes a folder called ``to``."""
     return click.option(
         "--link", type=click.Choice([link.value for link in Link]), default=Link.AUTO.value, show_default=True,
+        callback=lambda _ctx, _param, value: Link(value),
         help=f"How to put unchanged shards into {to}. auto: share blocks where the file system can, else copy."
         " copy: share none. hard: hard links.",
     )  # fmt: skip

@@ -7,19 +7,19 @@ from pathlib import Path
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import json_option, link_option, log_options
+from fse_convert.cli.options import FOLDER, json_option, link_option, log_options
 from fse_convert.output.copying import Link
 from fse_convert.report.log import Log
 
 
 @cli.command()
-@click.argument("out", type=click.Path(path_type=Path, readable=False))
-@click.argument("original", type=click.Path(path_type=Path, readable=False))
+@click.argument("out", type=FOLDER)
+@click.argument("original", type=FOLDER)
 @link_option("ORIGINAL")
 @click.option("--strict", is_flag=True, help="Refuse a model card, licence or picture that was added or edited since.")
 @log_options
 @json_option
-def restore(out: Path, original: Path, link: str, *, strict: bool, log: Log, as_json: bool) -> None:
+def restore(out: Path, original: Path, link: Link, *, strict: bool, log: Log, as_json: bool) -> None:
     """Rebuild the original checkpoint from OUT.
 
     Padding and the kernel layout are taken out of OUT again: ORIGINAL is the checkpoint that was converted, bit for bit. That
@@ -31,7 +31,7 @@ def restore(out: Path, original: Path, link: str, *, strict: bool, log: Log, as_
     from fse_convert.report.records import dump, restoration_record
     from fse_convert.restoration import Restoration
 
-    job = Restoration(out, original, Link(link), strict=strict)
+    job = Restoration(out, original, link, strict=strict)
     with progress(*job.workload(), log) as observe:
         result = job.run(observe)
     if as_json:

@@ -7,17 +7,15 @@ from pathlib import Path
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import json_option, log_options
-from fse_convert.errors import Problem, UsageError
+from fse_convert.cli.options import FOLDER, json_option, log_options
+from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.report.log import Log
 from fse_convert.verification.findings import Level, Sample
 
 
 @cli.command()
-@click.argument("out", type=click.Path(path_type=Path, readable=False))
-@click.option(
-    "--source", type=click.Path(path_type=Path, readable=False), metavar="CHECKPOINT", help="The checkpoint that OUT was made from."
-)
+@click.argument("out", type=FOLDER)
+@click.option("--source", type=FOLDER, metavar="CHECKPOINT", help="The checkpoint that OUT was made from.")
 @click.option(
     "--level", type=click.Choice([level.value for level in Level if level is not Level.NONE]),
     help="Verification level; each includes those before it.  [default: numerics; storage without --source]",
@@ -42,7 +40,7 @@ def verify(
     strict: bool,
     log: Log,
     as_json: bool,
-) -> None:
+) -> ExitCode:
     """Prove OUT against its source.
 
     storage: every byte, mapped by the kernel's addresses to the source's. numerics: the fused expert computed from both
@@ -67,10 +65,9 @@ def verify(
     with progress(*check.workload(), log) as observe:
         proof = prove_again(check, observe)
     for left in left_behind(out):
-        log.line("note", f"note[{left.code}]: {left}", code=left.code, message=left.message, where=left.where)
+        log.note(left)
     if as_json:
         click.echo(dump(verify_record(proof)))
     else:
         print_proof(proof)
-    if proof.exit_code:
-        raise click.exceptions.Exit(int(proof.exit_code))
+    return proof.exit_code

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+K = TypeVar("K")
 T = TypeVar("T")
 COLUMNS = 100
 """Where there is no terminal."""
@@ -27,6 +28,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=columns, soft_wrap=not wraps, highlight=False, markup=False, emoji=False)
 
 
+def say(lines: Iterable[str | Table]) -> None:
+    """Print results to stdout, one below the other."""
+    console().print(*lines, sep="\n")
+
+
 def boxed(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     """Return an empty table with a rule below its head; columns of ``numbers`` are not broken."""
     from rich import box
@@ -37,11 +43,6 @@ def boxed(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
         number = column in numbers
         table.add_column(column, overflow="fold", justify="right" if number else "left", no_wrap=number)
     return table
-
-
-def printable(value: object) -> str:
-    """Return a name or path with what is not Unicode as escapes, so that any terminal can print it."""
-    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def size(n: float) -> str:
@@ -56,6 +57,14 @@ def size(n: float) -> str:
 def counted(n: int, noun: str) -> str:
     """Return ``1 shard`` or ``1,200 shards``."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def gathered(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """Gather values by key, in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def runs(items: Iterable[T], alike: Callable[[T], object], name: Callable[[T], str]) -> Iterator[tuple[str, T]]:
@@ -79,9 +88,5 @@ def span(names: list[str]) -> str:
 
 def problem_lines(problem: Problem) -> list[str]:
     """Return an error in at most three lines: what, where, hint."""
-    lines = [f"error[{problem.code}]: {problem.message}"]
-    if problem.where:
-        lines.append(f"  where: {problem.where}")
-    if problem.hint:
-        lines.append(f"  hint:  {problem.hint}")
-    return lines
+    below = (("  where: ", problem.where), ("  hint:  ", problem.hint))
+    return [f"error[{problem.code}]: {problem.message}", *(name + value for name, value in below if value)]

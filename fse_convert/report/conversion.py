@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fse_convert.plan.notes import notes
+from fse_convert.errors import printable
 from fse_convert.plan.plan import LayerVerdict, Plan
-from fse_convert.report.console import boxed, console, counted, printable, runs, size
-from fse_convert.report.log import Log
+from fse_convert.report.console import boxed, counted, runs, say, size
 from fse_convert.servers.verdict import Outcome
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from fse_convert.conversion.estimate import Estimate
     from fse_convert.conversion.run import ConversionResult
     from fse_convert.output.jobs import Part
@@ -22,17 +23,17 @@ RATES = (200 << 20, 2 << 30)
 
 def print_plan(plan: Plan, *, title: str) -> None:
     """Print what a conversion does to layers and shards."""
-    out = console()
-    out.print(_headline(plan, title))
-    _print_layers(plan)
-    rewritten = [s for s in plan.shards if not s.carried]
-    out.print(
-        f"shards: {len(rewritten)} of {len(plan.shards)} rewritten, {len(plan.shards) - len(rewritten)} carried over;"
+    rewritten = sum(not s.carried for s in plan.shards)
+    shards = (
+        f"shards: {rewritten} of {len(plan.shards)} rewritten, {len(plan.shards) - rewritten} carried over;"
         f" {size(sum(s.source.size for s in plan.shards if s.source))} in, {size(sum(s.size for s in plan.shards))} out;"
         f" kernel layout {size(sum(s.size for s in plan.sidecar))}"
     )
-    for edit in plan.decision.config_edits:
-        out.print(f"config.json: {edit.section + '.' if edit.section else ''}{edit.key} {edit.old} -> {edit.new}")
+    edits = (
+        f"config.json: {edit.section + '.' if edit.section else ''}{edit.key} {edit.old} -> {edit.new}"
+        for edit in plan.decision.config_edits
+    )
+    say([_headline(plan, title), _layers(plan), shards, *edits])
 
 
 def _headline(plan: Plan, title: str) -> str:
@@ -58,7 +59,7 @@ def _server(plan: Plan) -> str:
     return f"{target.title} runs MegaMoE, with the shared expert beside it"
 
 
-def _print_layers(plan: Plan) -> None:
+def _layers(plan: Plan) -> Table:
     def alike(v: LayerVerdict) -> tuple[object, ...]:
         d = v.layer
         return (d.layer.kind, len(d.layer.routed), d.routed and d.routed.label, d.shared and d.shared.label, v.verdict)
@@ -69,13 +70,7 @@ def _print_layers(plan: Plan) -> None:
         routed = f"{len(d.layer.routed)} x {d.routed.label}" if d.routed else "-"
         fit = ["fits" if verdict.fused else "does not fit", *(f"{r.code}: {r.message}" for r in verdict.reasons)]
         table.add_row(names, routed, d.shared.label if d.shared else "-", "\n".join(fit))
-    console().print(table)
-
-
-def print_notes(plan: Plan, log: Log) -> None:
-    """Print notes to stderr."""
-    for note in notes(plan, size=size):
-        log.line("note", printable(f"note[{note.code}]: {note}"), code=note.code, message=note.message, where=note.where)
+    return table
 
 
 def print_estimate(needs: Estimate) -> None:
@@ -84,13 +79,11 @@ def print_estimate(needs: Estimate) -> None:
     for row in needs.files:
         sizes = (size(n) if n else "-" for n in (row.read, row.written))
         table.add_row(printable(row.name), row.what, *sizes)
-    out = console()
-    out.print(table)
-    out.print(f"disk: {size(needs.disk)} needed, {size(needs.free)} free{'' if needs.fits else ': NOT ENOUGH'}")
-    out.print(f"memory: at most {size(needs.memory)} on top of the interpreter and torch")
     moved = needs.read + needs.written
     times = ", ".join(f"{_duration(moved / rate)} at {size(rate)}/s" for rate in RATES)
-    out.print(f"time: reads {size(needs.read)} and writes {size(needs.written)}: about {times}")
+    disk = f"disk: {size(needs.disk)} needed, {size(needs.free)} free{'' if needs.fits else ': NOT ENOUGH'}"
+    memory = f"memory: at most {size(needs.memory)} on top of the interpreter and torch"
+    say([table, disk, memory, f"time: reads {size(needs.read)} and writes {size(needs.written)}: about {times}"])
 
 
 def _duration(seconds: float) -> str:
@@ -102,15 +95,13 @@ def _duration(seconds: float) -> str:
 def print_part(result: ConversionResult, out: Path, part: Part) -> None:
     """Print what a part of a conversion wrote, and what comes next."""
     files = f"{counted(len(result.files), 'file')} {'is' if len(result.files) == 1 else 'are'} there for {printable(out)}"
-    console().print(
-        f"part {part.index} of {part.count}: {files}: {_ways(result) or 'none'}\n"
-        "when every part is done, the same command without --part proves them and publishes"
-    )
+    next_step = "when every part is done, the same command without --part proves them and publishes"
+    say([f"part {part.index} of {part.count}: {files}: {_ways(result) or 'none'}", next_step])
 
 
 def print_written(result: ConversionResult, out: Path) -> None:
     """Print what was written."""
-    console().print(f"written to {printable(out)}: {_ways(result)}")
+    say([f"written to {printable(out)}: {_ways(result)}"])
 
 
 def _ways(result: ConversionResult) -> str:

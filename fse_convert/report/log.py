@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 
-from fse_convert.report.console import printable
+from fse_convert.errors import Problem, printable
 
 LOGGER = "fse_convert"
 
@@ -38,6 +38,10 @@ class Log:
         shown = json.dumps({"event": event, "elapsed": elapsed, **fields}) if self.as_json else printable(text)
         with self.lock, suppress(OSError):
             print(shown, file=sys.stderr, flush=True)  # noqa: T201
+
+    def note(self, note: Problem) -> None:
+        """Print what to know though nothing is wrong."""
+        self.line("note", f"note[{note.code}]: {note}", code=note.code, message=note.message, where=note.where)
 
 
 class _Handler(logging.Handler):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fse_convert.errors import some
-from fse_convert.report.console import console, counted, printable, size
+from fse_convert.errors import printable, some
+from fse_convert.report.console import counted, say, size
 from fse_convert.verification.findings import SEED, TOKENS
 
 if TYPE_CHECKING:
@@ -16,21 +17,23 @@ if TYPE_CHECKING:
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
     from fse_convert.verification.proof import Proof
 
-LeftOut = tuple[tuple[str, str], ...]
 SHOWN = 20
 """Mismatches that are printed; JSON lists up to 100."""
 
 
 def print_proof(proof: Proof, *, written: bool = False) -> None:
     """Print a line per level, and the mismatches below it. ``written``: the digests have just been made, not compared."""
-    out = console()
-    for line in (
-        *_storage_lines(proof.storage, written=written),
-        *_numerics_lines(proof.numerics),
-        *_kernel_lines(proof.kernel),
-        *_manifest_lines(proof),
-    ):
-        out.print(line)
+    say(_lines(proof, written=written))
+
+
+def _lines(proof: Proof, *, written: bool) -> Iterator[str]:
+    yield from _storage_lines(proof.storage, written=written)
+    if proof.numerics:
+        yield from _numerics_lines(proof.numerics)
+    if proof.kernel:
+        yield _kernel_line(proof.kernel)
+    if proof.storage.kernel_in_manifest and (proof.kernel is None or proof.kernel.status == "not-run"):
+        yield f"kernel: stated by the manifest, not checked here: {proof.storage.kernel_in_manifest}"
 
 
 def _storage_lines(result: StorageResult, *, written: bool) -> Iterator[str]:
@@ -42,8 +45,8 @@ def _storage_lines(result: StorageResult, *, written: bool) -> Iterator[str]:
     if result.sample and result.reached:
         yield f"  the sample is another one every time; --seed {result.sample.seed} repeats this one"
     if result.layers and result.layers.left_out:
-        total, left_out = result.layers.moe_layers, result.layers.left_out
-        yield f"  kernel layout: {total - len(left_out)} of {total} MoE layers; {_left_out(left_out)}"
+        total = result.layers.moe_layers
+        yield f"  kernel layout: {total - len(result.layers.left_out)} of {total} MoE layers{_unfit(result.layers)}"
     yield from (f"  note: {note}" for note in result.notes)
     yield from (f"  mismatch[{m.code}]: {m}" for m in result.findings.listed[:SHOWN])
     if any(m.code == "source-differs" for m in result.findings.listed):
@@ -78,11 +81,13 @@ def _sampled(sample: Sample | None) -> str:
     return f"a sample of {sample.count}: " if sample else ""
 
 
-def _left_out(left_out: LeftOut) -> str:
-    """Say how many layers have no kernel layout, and the first reason."""
-    verb = "does" if len(left_out) == 1 else "do"
-    others = "" if len({reason for _, reason in left_out}) == 1 else f" ({left_out[0][0]}; others for other reasons)"
-    return f"{len(left_out)} {verb} not fit: {left_out[0][1]}{others}"
+def _unfit(coverage: LayerCoverage) -> str:
+    """Say how many layers have no kernel layout, if any, and the first reason."""
+    if not coverage.left_out:
+        return ""
+    (name, reason), count = coverage.left_out[0], len(coverage.left_out)
+    others = "" if len({reason for _, reason in coverage.left_out}) == 1 else f" ({name}; others for other reasons)"
+    return f"; {count} {'does' if count == 1 else 'do'} not fit: {reason}{others}"
 
 
 def _of_layers(done: int, coverage: LayerCoverage) -> str:
@@ -90,9 +95,7 @@ def _of_layers(done: int, coverage: LayerCoverage) -> str:
     return f"{_sampled(coverage.sample)}{done} of {coverage.moe_layers} {'MoE ' if coverage.left_out else ''}layers"
 
 
-def _numerics_lines(summary: NumericsSummary | None) -> Iterator[str]:
-    if summary is None:
-        return
+def _numerics_lines(summary: NumericsSummary) -> Iterator[str]:
     if not summary.layers:
         yield "numerics: not run: no layer has the kernel layout"
         return
@@ -102,34 +105,21 @@ def _numerics_lines(summary: NumericsSummary | None) -> Iterator[str]:
     distance = f"; distance to the exact expert at most {worst.relative_l2:.3g} (allowed {worst.bound:.3g})" if worst else ""
     where = f"on {worst.device}, " if worst else ""
     equal = sum(layer.passed for layer in summary.layers)
-    unfit = f"; {_left_out(summary.coverage.left_out)}" if summary.coverage.left_out else ""
-    layers = _of_layers(equal, summary.coverage)
+    layers, unfit = _of_layers(equal, summary.coverage), _unfit(summary.coverage)
     yield f"numerics: {status}: {layers} bit-equal to the source{distance}; {where}{TOKENS} tokens, seed {SEED}{unfit}"
-    wrong = [layer for layer in summary.layers if not layer.passed]
-    for layer in wrong[:SHOWN]:
-        yield f"  mismatch[numerics]: {layer.name}: {layer.reason}"
+    wrong = (f"  mismatch[numerics]: {layer.name}: {layer.reason}" for layer in summary.layers if not layer.passed)
+    yield from islice(wrong, SHOWN)
 
 
-def _kernel_lines(summary: KernelSummary | None) -> Iterator[str]:
-    if summary is None:
-        return
+def _kernel_line(summary: KernelSummary) -> str:
     if summary.status != "passed":
-        yield f"kernel: {'FAILED' if summary.status == 'failed' else 'not run'}: {summary.reason}"
-        return
-    unfit = f"; {_left_out(summary.coverage.left_out)}" if summary.coverage.left_out else ""
-    layers, where = _of_layers(len(summary.layers), summary.coverage), summary.probe
-    yield f"kernel: passed: {layers}, relative L2 at most {summary.relative_l2:.3g}, on {where.device_name}{unfit}"
-
-
-def _manifest_lines(proof: Proof) -> Iterator[str]:
-    """Yield what only the manifest says of the kernel, where this run did not try it."""
-    if proof.storage.kernel_in_manifest and (proof.kernel is None or proof.kernel.status == "not-run"):
-        yield f"kernel: stated by the manifest, not checked here: {proof.storage.kernel_in_manifest}"
+        return f"kernel: {'FAILED' if summary.status == 'failed' else 'not run'}: {summary.reason}"
+    layers, on = _of_layers(len(summary.layers), summary.coverage), f"{summary.probe.device_name}{_unfit(summary.coverage)}"
+    return f"kernel: passed: {layers}, relative L2 at most {summary.relative_l2:.3g}, on {on}"
 
 
 def print_restored(done: Restored, original: Path) -> None:
     """Print what was restored, and how sure that is."""
-    out = console()
     how, tensors = "restored" if done.digests else "restored, NOT proved:", counted(done.tensors, "tensor")
     lines = [
         f"{how} to {printable(original)}: {tensors}, padding removed from {done.unpadded:,}; {size(done.bytes)}",
@@ -140,5 +130,4 @@ def print_restored(done: Restored, original: Path) -> None:
     ]
     if done.edited:
         lines.append(f"note: added, removed or edited since the conversion, so not the original's: {some(done.edited)}")
-    for line in lines:
-        out.print(line)
+    say(lines)

@@ -7,28 +7,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType, to_builtins
+from msgspec import UNSET, Struct, UnsetType, convert, field, to_builtins
 from msgspec.structs import replace
 
-from fse_convert.conversion.estimate import Estimate, FileEstimate
+from fse_convert.conversion.estimate import FileEstimate
 from fse_convert.errors import Problem
+from fse_convert.model.moe import LayerKind
+from fse_convert.plan.plan import Experts
 from fse_convert.report.console import size
-from fse_convert.servers.verdict import Outcome, Reason
+from fse_convert.servers.verdict import Outcome
 from fse_convert.sidecar.manifest import ConfigEdit
-from fse_convert.verification.findings import SEED, TOKENS
+from fse_convert.verification.findings import SEED, TOKENS, Level
 
 if TYPE_CHECKING:
     from fse_convert.conversion.run import ConversionResult
     from fse_convert.plan.plan import LayerVerdict, Plan
     from fse_convert.restoration import Restored
     from fse_convert.verification.findings import StorageResult
+    from fse_convert.verification.layers import KernelSummary, NumericsSummary
     from fse_convert.verification.proof import Proof
 
 
 class Record(Struct):
-    """An object within a response."""
+    """An object within a response. A field that is called otherwise than its key is called as the attribute that it comes from."""
 
 
 class Response(Record, kw_only=True):
@@ -41,10 +45,16 @@ class Response(Record, kw_only=True):
 R = TypeVar("R", bound=Record)
 
 
-def fill(record: type[R], value: object, **fields: Any) -> R:
-    """Make a record of ``fields``, and for the others of the value's attributes of the same name."""
-    same = {name: getattr(value, name) for name in record.__struct_fields__ if name not in fields and hasattr(value, name)}
-    return record(**same, **fields)
+def fill(record: type[R], *values: object, **fields: Any) -> R:
+    """Make a record of ``fields``, and for its others of the first value that has an attribute of that name; its parts likewise.
+
+    A field that is UNSET, or that nothing has, gets the record's default.
+    """
+    for name in record.__struct_fields__:
+        having = (getattr(value, name) for value in values if hasattr(value, name))
+        fields.setdefault(name, next(having, UNSET))
+    known = SimpleNamespace(**{name: value for name, value in fields.items() if value is not UNSET})
+    return convert(known, record, from_attributes=True)
 
 
 def dump(response: Response | ProofRecord) -> str:
@@ -60,18 +70,20 @@ class Failure(Response, kw_only=True):
 
 
 class ReasonRecord(Record):
-    """Why a verdict is what it is, with the layers that have it; or a note, with the place that it is about."""
+    """Why a verdict is what it is, or what to know of it; of a target also the layers that it is about."""
 
     code: str
     message: str
-    hint: str | UnsetType = UNSET
-    where: str | UnsetType = UNSET
+    hint: str
     layers: list[str] | UnsetType = UNSET
 
 
-def reasons_of(reasons: Sequence[Reason]) -> list[ReasonRecord]:
-    """Describe reasons."""
-    return [ReasonRecord(code=r.code, message=r.message, hint=r.hint) for r in reasons]
+class NoteRecord(Record):
+    """What to know of a plan, and the place that it is about."""
+
+    code: str
+    message: str
+    where: str
 
 
 class ExpertsRecord(Record, kw_only=True):
@@ -80,7 +92,7 @@ class ExpertsRecord(Record, kw_only=True):
     count: int | UnsetType = UNSET
     width: int
     hidden: int | UnsetType = UNSET
-    format: str
+    label: str = field(name="format")
 
 
 class ConversionRecord(Response, kw_only=True):
@@ -93,15 +105,15 @@ class ConversionRecord(Response, kw_only=True):
     model_type: str
     target: str
     contract: str
-    experts: str
+    experts: Experts
     width: dict[str, int]
-    n_shared_experts: int
+    n_shared: int = field(name="n_shared_experts")
     layers: list[LayerRecord]
     shards: list[ShardRecord]
     sidecar: list[SidecarRecord]
     config_edits: Sequence[ConfigEdit]
     server: ServerRecord | None
-    notes: list[ReasonRecord]
+    notes: list[NoteRecord]
     needs: EstimateRecord | UnsetType = UNSET
     files: dict[str, str] | UnsetType = UNSET
     bytes: dict[str, int] | UnsetType = UNSET
@@ -112,7 +124,7 @@ class LayerRecord(Record):
     """What becomes of a layer: ``verdict`` by the kernel contract, ``server`` by the target."""
 
     name: str
-    kind: str
+    kind: LayerKind
     verdict: Outcome
     reasons: list[ReasonRecord]
     server: Outcome
@@ -126,14 +138,14 @@ class ShardRecord(Record):
     name: str
     action: str
     bytes_in: int
-    bytes_out: int
+    size: int = field(name="bytes_out")
 
 
 class SidecarRecord(Record):
     """One file of the kernel layout."""
 
     name: str
-    bytes_out: int
+    size: int = field(name="bytes_out")
     tensors: int
 
 
@@ -141,7 +153,7 @@ class ServerRecord(Record):
     """What the server that is converted for makes of the output."""
 
     target: str
-    verdict: Outcome
+    outcome: Outcome = field(name="verdict")
     fused: bool
     fused_layers: int
     reasons: list[ReasonRecord]
@@ -159,59 +171,51 @@ class EstimateRecord(Record):
     files: Sequence[FileEstimate]
 
 
-def plan_record(plan: Plan, needs: Estimate | None = None) -> ConversionRecord:
-    """Describe a plan, and of a dry run what it ``needs``."""
+def plan_record(plan: Plan, **done: Any) -> ConversionRecord:
+    """Describe a plan, and what a dry run ``needs`` or what was ``done``."""
     from fse_convert.plan.notes import notes
 
     description, options, decision = plan.source.description, plan.options, plan.decision
-    return ConversionRecord(
-        family=description.family.name if description.family else None,
-        model_type=description.model_type,
+    fused = sum(v.server.fused for v in decision.verdicts)
+    return fill(
+        ConversionRecord,
+        decision,
+        options,
+        description,
+        family=description.family and description.family.name,
         target=options.target.name,
         contract=options.contract.name,
-        experts=options.experts.value,
         width={"source": decision.source_width, "main": decision.main_width, "kernel": decision.width},
-        n_shared_experts=decision.n_shared,
         layers=[_layer(v) for v in decision.verdicts],
         shards=[
-            ShardRecord(
-                name=s.name, action="carry" if s.carried else "rewrite", bytes_in=s.source.size if s.source else 0, bytes_out=s.size
-            )
+            fill(ShardRecord, s, action="carry" if s.carried else "rewrite", bytes_in=s.source.size if s.source else 0)
             for s in plan.shards
         ],
-        sidecar=[SidecarRecord(name=s.name, bytes_out=s.size, tensors=len(s.kernel_tensors)) for s in plan.sidecar],
-        config_edits=decision.config_edits,
+        sidecar=[fill(SidecarRecord, s, tensors=len(s.kernel_tensors)) for s in plan.sidecar],
         server=None
         if options.target.is_contract
-        else ServerRecord(
-            target=options.target.name,
-            verdict=decision.server.outcome,
-            fused=decision.server.fused,
-            fused_layers=sum(v.server.fused for v in decision.verdicts),
-            reasons=reasons_of(decision.server.reasons),
-        ),
-        notes=[ReasonRecord(code=n.code, message=n.message, where=n.where) for n in notes(plan, size=size)],
-        needs=fill(EstimateRecord, needs) if needs else UNSET,
+        else fill(ServerRecord, decision.server, target=options.target.name, fused_layers=fused),
+        notes=notes(plan, size=size),
+        **done,
     )
 
 
 def conversion_record(result: ConversionResult) -> ConversionRecord:
     """Describe a finished conversion."""
     files, by_way = dict(sorted(result.files.items())), dict(sorted(result.bytes.items()))
-    proof = proof_record(result.proof) if result.proof else None
-    return replace(plan_record(result.plan), files=files, bytes=by_way, proof=proof)
+    return plan_record(result.plan, files=files, bytes=by_way, proof=result.proof and proof_record(result.proof))
 
 
 def _layer(judged: LayerVerdict) -> LayerRecord:
     d, verdict = judged.layer, judged.verdict
-    return LayerRecord(
-        name=d.layer.name,
-        kind=d.layer.kind.value,
+    return fill(
+        LayerRecord,
+        d.layer,
+        verdict,
         verdict=verdict.outcome,
-        reasons=reasons_of(verdict.reasons),
         server=judged.server.outcome,
-        routed=ExpertsRecord(count=len(d.layer.routed), width=d.routed.width, format=d.routed.label) if d.routed else None,
-        shared=ExpertsRecord(width=d.shared.width, format=d.shared.label) if d.shared else None,
+        routed=d.routed and fill(ExpertsRecord, d.routed, count=len(d.layer.routed), hidden=UNSET),
+        shared=d.shared and fill(ExpertsRecord, d.shared, hidden=UNSET),
     )
 
 
@@ -221,21 +225,21 @@ class ProofRecord(Record, kw_only=True):
     schema_version: int | UnsetType = UNSET
     ok: bool | UnsetType = UNSET
     exit_code: int | UnsetType = UNSET
-    level: str
+    level: Level
     against: str
     storage: StorageRecord
     numerics: NumericsRecord | None
     kernel: KernelRecord | None
 
 
-class StorageRecord(Record):
+class StorageRecord(Record, kw_only=True):
     """The level of bytes. ``layers``: how many the source has, how many have the kernel layout, and why the others have not."""
 
     status: str
     tensors: dict[str, int]
     of_tensors: int
     sample: int | None
-    seed: int | None
+    seed: int | None = None
     bytes: int
     files: int
     digests: bool
@@ -266,7 +270,7 @@ class NumericsRecord(Record):
     moe_layers: int
     tokens: int
     seed: int
-    swiglu_limit: float | None
+    limit: float | None = field(name="swiglu_limit")
     layers: list[NumericsLayerRecord]
 
 
@@ -290,8 +294,8 @@ class KernelRecord(Record):
     of_layers: int
     moe_layers: int
     relative_l2: float | None
-    device: str | None
-    deep_gemm: str | None
+    device_name: str | None = field(name="device")
+    version: str | None = field(name="deep_gemm")
     layers: list[KernelLayerRecord]
 
 
@@ -311,37 +315,14 @@ def verify_record(proof: Proof) -> ProofRecord:
 
 def proof_record(proof: Proof) -> ProofRecord:
     """Describe a proof as a part of what ``convert`` prints."""
-    numerics, kernel = proof.numerics, proof.kernel
-    return ProofRecord(
-        level=proof.level.value,
+    return fill(
+        ProofRecord,
+        proof,
+        exit_code=UNSET,
         against=proof.storage.against,
         storage=_storage(proof.storage),
-        numerics=fill(
-            NumericsRecord,
-            numerics.coverage,
-            status=numerics.status,
-            tokens=TOKENS,
-            seed=SEED,
-            swiglu_limit=numerics.limit,
-            layers=[
-                fill(NumericsLayerRecord, n.result, name=n.name, status="passed" if n.passed else "failed", reason=n.reason)
-                for n in numerics.layers
-            ],
-        )
-        if numerics
-        else None,
-        kernel=fill(
-            KernelRecord,
-            kernel.coverage,
-            status=kernel.status,
-            reason=kernel.reason,
-            relative_l2=kernel.relative_l2,
-            device=kernel.probe.device_name,
-            deep_gemm=kernel.probe.version,
-            layers=[fill(KernelLayerRecord, result, name=name) for name, result in kernel.layers],
-        )
-        if kernel
-        else None,
+        numerics=proof.numerics and _numerics(proof.numerics),
+        kernel=proof.kernel and _kernel(proof.kernel),
     )
 
 
@@ -352,17 +333,25 @@ def _storage(result: StorageResult) -> StorageRecord:
         layers = {"moe": total, "in_kernel_layout": total - len(unfit), "left_out": unfit}
     return fill(
         StorageRecord,
+        result.coverage,
+        result.sample,
         result,
-        tensors=result.coverage.tensors,
         sample=result.sample and result.sample.count,
-        seed=result.sample and result.sample.seed,
-        bytes=result.coverage.bytes,
-        files=result.coverage.files,
         layers=layers,
         kernel_stated=result.kernel_in_manifest or None,
         mismatch_count=result.findings.count,
         mismatches=[fill(MismatchRecord, m, tensor=m.tensor or None, bytes=m.count or None) for m in result.findings.listed],
     )
+
+
+def _numerics(summary: NumericsSummary) -> NumericsRecord:
+    layers = [fill(NumericsLayerRecord, n, n.result, status="passed" if n.passed else "failed") for n in summary.layers]
+    return fill(NumericsRecord, summary, summary.coverage, tokens=TOKENS, seed=SEED, layers=layers)
+
+
+def _kernel(summary: KernelSummary) -> KernelRecord:
+    layers = [fill(KernelLayerRecord, result, name=name) for name, result in summary.layers]
+    return fill(KernelRecord, summary, summary.coverage, summary.probe, layers=layers)
 
 
 class RestorationRecord(Response, kw_only=True):

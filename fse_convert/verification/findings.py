@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from fse_convert.checkpoint.kinds import is_editable
-from fse_convert.errors import some
+from fse_convert.errors import printable, some
 
 if TYPE_CHECKING:
     from fse_convert.sidecar.manifest import FileDigest
@@ -237,11 +237,6 @@ def bytes_mismatch(code: str, name: str, expected: bytes, actual: bytes) -> Mism
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(actual)))
     want, got = (hexadecimal(raw[at : at + 1]) if at < len(raw) else "the end of the file" for raw in (expected, actual))
     return Mismatch(code, name, offset=at, expected=want, found=got)
-
-
-def printable(text: str) -> str:
-    """Return a text without half characters, which JSON and file names can hold and no terminal can print."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def hexadecimal(data: Iterable[int]) -> str:

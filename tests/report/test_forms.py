@@ -18,8 +18,7 @@ from rich.console import Console
 from fse_convert.errors import ExitCode, Problem
 from fse_convert.inspection import Inspection
 from fse_convert.plan.advice import Advice
-from fse_convert.report.inspection.github import workflow_commands
-from fse_convert.report.inspection.pages import html, markdown
+from fse_convert.report.inspection.pages import html, markdown, workflow_commands
 from fse_convert.report.inspection.records import inspection_record
 from fse_convert.report.inspection.text import text
 from fse_convert.report.inspection.view import View

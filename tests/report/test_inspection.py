@@ -20,8 +20,7 @@ from fse_convert.plan.planner import planner
 from fse_convert.plan.source import describe_source
 from fse_convert.plan.widths import contract_widths
 from fse_convert.report.console import size, span
-from fse_convert.report.inspection.github import workflow_commands
-from fse_convert.report.inspection.pages import markdown
+from fse_convert.report.inspection.pages import markdown, workflow_commands
 from fse_convert.report.inspection.text import text
 from fse_convert.report.inspection.view import View, cost_rows, layer_rows
 from fse_convert.servers.judge import Subject, judge

@@ -1,4 +1,4 @@
-"""An inspection as GitHub Markdown, and as one HTML file that needs nothing else: the templates beside this file, filled in."""
+"""An inspection as GitHub Markdown and annotations, and as one HTML file that needs nothing else, by the templates beside this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fse_convert import __version__
 from fse_convert.errors import Problem, UsageError
-from fse_convert.report.inspection.view import LOOKS, View, told
+from fse_convert.report.inspection.view import LOOKS, Complaint, View, told
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -18,6 +18,22 @@ if TYPE_CHECKING:
 def markdown(view: View) -> str:
     """Return an inspection as Markdown; what would break a table or start a tag is escaped."""
     return _template("markdown.md.j2").render(view=view)
+
+
+def workflow_commands(view: View) -> list[str]:
+    """Return the annotations that GitHub Actions shows beside a run: what is complained of, each with its hint."""
+    return [_command(c) for c in view.complaints]
+
+
+def _command(c: Complaint) -> str:
+    title, message = (c.said, f"{c.problem.code}: {told(c.problem)}") if c.said else (c.problem.code, told(c.problem))
+    title = _argument(title).replace(":", "%3A").replace(",", "%2C")
+    return f"::{'error' if c.error else 'warning'} title={title}::{_argument(message)}"
+
+
+def _argument(text: str) -> str:
+    """Escape what GitHub would read as the syntax of a command."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def html(view: View) -> str:
@@ -49,9 +65,8 @@ def _escaped(value: object) -> str:
 def check_page(path: Path, checkpoint: str) -> None:
     """Refuse to write a page over a file that is not one, or into the checkpoint that it is about. Raises UsageError, OSError."""
     if path.is_file() and path.stat().st_size and not path.read_bytes()[:15].lower().startswith(b"<!doctype html"):
-        raise UsageError(
-            Problem("report-exists", "a file that is not an HTML report is there already", str(path), "give another name")
-        )
+        message = "a file that is not an HTML report is there already"
+        raise UsageError(Problem("report-exists", message, str(path), "give another name"))
     if "://" not in checkpoint and Path(os.path.realpath(checkpoint)) in Path(os.path.realpath(path)).parents:
         hint = "the source is never written; write the report elsewhere"
         raise UsageError(Problem("report-in-source", "the report would lie in the checkpoint", str(path), hint))

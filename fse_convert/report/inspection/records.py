@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import field
+
 from fse_convert.errors import Problem
-from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.model.description import Description, LayerDescription
+from fse_convert.model.moe import LayerKind
 from fse_convert.plan.costs import Costs, Serving, Stored
+from fse_convert.report.console import gathered
 from fse_convert.report.inspection.view import View
-from fse_convert.report.records import ExpertsRecord, ReasonRecord, Record, Response, fill, reasons_of
+from fse_convert.report.records import ExpertsRecord, ReasonRecord, Record, Response, fill
 from fse_convert.servers.judge import Answer, Question
-from fse_convert.servers.verdict import Outcome, Reason
+from fse_convert.servers.verdict import Outcome
 
 
 class InspectionRecord(Response, kw_only=True):
@@ -22,7 +26,7 @@ class InspectionRecord(Response, kw_only=True):
     model_type: str
     family: str | None
     quantization: QuantizationRecord | None
-    n_shared_experts: int
+    n_shared: int = field(name="n_shared_experts")
     layers: list[LayerRecord]
     seen: list[SeenRecord]
     targets: list[TargetRecord]
@@ -52,7 +56,7 @@ class QuantizationRecord(Record):
     method: str | None
     quant_algo: str | None
     moe_quant_algo: str | None
-    weight_block_size: tuple[int, int] | None
+    block: tuple[int, int] | None = field(name="weight_block_size")
     expert_dtype: str | None
     ignore: Sequence[str]
 
@@ -61,7 +65,7 @@ class LayerRecord(Record):
     """One MoE layer as stored."""
 
     name: str
-    kind: str
+    kind: LayerKind
     index: int
     routed: ExpertsRecord | None
     shared: ExpertsRecord | None
@@ -82,15 +86,15 @@ class SeenRecord(Record):
 class TargetRecord(Record):
     """What one target makes of the checkpoint. ``layers``: their names by verdict."""
 
-    target: str
+    name: str = field(name="target")
     question: Question
     engine: str
     release: str
-    needs: str
+    started_with: str = field(name="needs")
     source: str
     verdict: Outcome
     fused: bool
-    layers: dict[str, list[str]]
+    layers: dict[Outcome, list[str]]
     reasons: list[ReasonRecord]
     notes: list[ReasonRecord]
 
@@ -139,8 +143,9 @@ def inspection_record(view: View) -> InspectionRecord:
     return fill(
         InspectionRecord,
         found,
+        description,
         ok=not view.exit_code,
-        exit_code=int(view.exit_code),
+        exit_code=view.exit_code,
         checkpoint=CheckpointRecord(
             label=checkpoint.folder.label,
             shards=len(checkpoint.shards),
@@ -148,14 +153,10 @@ def inspection_record(view: View) -> InspectionRecord:
             bytes=checkpoint.total_size,
             converted=found.converted,
         ),
-        model_type=description.model_type,
-        family=description.family.name if description.family else None,
-        quantization=fill(QuantizationRecord, quantization, weight_block_size=quantization.block)
-        if quantization.quantized
-        else None,
-        n_shared_experts=description.n_shared,
+        family=description.family and description.family.name,
+        quantization=fill(QuantizationRecord, quantization) if quantization.quantized else None,
         layers=[_layer(d) for d in description.layers],
-        seen=[fill(SeenRecord, s, dtype=s.example.dtype, shape=s.example.shape) for s in description.seen],
+        seen=[fill(SeenRecord, s, s.example) for s in description.seen],
         targets=[_target(a, description) for a in found.answers],
         required=[RequiredRecord(target=row.label, fused=row.fused, passed=row.fused) for row in view.required],
         costs=_costs(found.costs) if found.costs else None,
@@ -164,40 +165,26 @@ def inspection_record(view: View) -> InspectionRecord:
 
 
 def _layer(d: LayerDescription) -> LayerRecord:
-    return LayerRecord(
-        name=d.layer.name,
-        kind=d.layer.kind.value,
-        index=d.layer.index,
-        routed=_experts(d.routed, len(d.layer.routed)),
-        shared=_experts(d.shared, 1),
+    return fill(
+        LayerRecord,
+        d.layer,
+        routed=d.routed and fill(ExpertsRecord, d.routed, count=len(d.layer.routed)),
+        shared=d.shared and fill(ExpertsRecord, d.shared, count=1),
         gated=d.layer.gate_tensor is not None,
         stacked=[t.name for t in d.layer.stacked],
         problems=[p.code for p in d.problems],
     )
 
 
-def _experts(group: ExpertGroup | None, count: int) -> ExpertsRecord | None:
-    return fill(ExpertsRecord, group, count=count, format=group.label) if group else None
-
-
 def _target(a: Answer, description: Description) -> TargetRecord:
-    outcomes: dict[str, list[str]] = {}
-    reasons: dict[Reason, list[str]] = {}
-    for d, verdict in zip(description.layers, a.layers, strict=True):
-        outcomes.setdefault(verdict.outcome.value, []).append(d.layer.name)
-        for reason in verdict.reasons:
-            reasons.setdefault(reason, []).append(d.layer.name)
-    for reason in a.model.reasons:
-        reasons.setdefault(reason, [])
+    judged = [(d.layer.name, v) for d, v in zip(description.layers, a.layers, strict=True)]
+    layers = gathered((reason, name) for name, v in judged for reason in v.reasons)
     return fill(
         TargetRecord,
         a,
-        target=a.name,
-        needs=a.started_with,
         verdict=a.model.outcome,
-        layers=outcomes,
-        reasons=[ReasonRecord(code=r.code, message=r.message, hint=r.hint, layers=names) for r, names in reasons.items()],
-        notes=reasons_of(a.notes),
+        layers=gathered((v.outcome, name) for name, v in judged),
+        reasons=[fill(ReasonRecord, r, layers=layers.get(r, [])) for r in dict.fromkeys((*layers, *a.model.reasons))],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.padding import Padding
@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fse_convert.report.console import console
-from fse_convert.report.inspection.view import LOOKS, Look, Row, View
+from fse_convert.report.inspection.view import LOOKS, Row, View
+from fse_convert.servers.verdict import Outcome
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -115,32 +116,29 @@ def _sections(view: View, columns: int, *, unicode: bool) -> Iterator[Renderable
     label = max((len(row.label) for row in view.rows), default=0)
     room = max(columns - label - ANSWER - 6, 10)
     step = -(-len(view.found.description.layers) // room)
+    cells = {outcome: look.cell if unicode else look.plain for outcome, look in LOOKS.items()}
     for section in view.sections:
         yield ""
         yield _line(section.question.heading, "bold")
         if section.rows:
-            rows = _grid([(row.label, _strip(row, step, unicode=unicode), _answer(row)) for row in section.rows])
+            rows = _grid([(row.label, _strip(row, step, cells), _answer(row)) for row in section.rows])
             rows.columns[0].min_width = label
             yield Padding.indent(rows, 2)
         for what, names in section.silent.items():
             yield Padding.indent(_line(f"{what}: {', '.join(names)}", "dim"), 2)
     yield ""
-    legend = [f"{_cell(look, unicode=unicode)} {look.word}" for _, look in view.legend]
+    legend = [f"{cells[outcome]} {look.word}" for outcome, look in view.legend]
     several = f"; a cell stands for up to {step} layers and shows the worst of them" if step > 1 else ""
     yield Padding.indent(_line(f"{', '.join(legend)}{several}", "dim"), 2)
 
 
-def _cell(look: Look, *, unicode: bool) -> str:
-    return look.cell if unicode else look.plain
-
-
-def _strip(row: Row, step: int, *, unicode: bool) -> Text:
+def _strip(row: Row, step: int, cells: Mapping[Outcome, str]) -> Text:
     """Return a cell per layer, drafter layers apart; where the terminal is too narrow, a cell is the worst of ``step`` layers."""
     order, parts = list(LOOKS), []
     for group in row.cells:
         outcomes = [outcome for outcome, _ in group]
-        worst = [LOOKS[min(outcomes[i : i + step], key=order.index)] for i in range(0, len(outcomes), step)]
-        parts.append(Text.assemble(*((_cell(look, unicode=unicode), look.color) for look in worst)))
+        worst = (min(outcomes[i : i + step], key=order.index) for i in range(0, len(outcomes), step))
+        parts.append(Text.assemble(*((cells[outcome], LOOKS[outcome].color) for outcome in worst)))
     return Text(" ").join(parts)
 
 

@@ -12,8 +12,8 @@ from fse_convert.inspection import Inspection
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import NO_PATH, releases, server_of
-from fse_convert.plan.costs import Costs
-from fse_convert.report.console import counted, runs, size, span
+from fse_convert.plan.costs import Costs, Padding
+from fse_convert.report.console import counted, gathered, runs, size, span
 from fse_convert.servers.judge import Answer, Question
 from fse_convert.servers.targets import CONTRACT, TARGETS, HeldTwice
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
@@ -89,10 +89,7 @@ class Section:
     @property
     def needs(self) -> dict[str, list[str]]:
         """Labels of rows by what their servers must be started with."""
-        found: dict[str, list[str]] = {}
-        for row in self.rows:
-            found.setdefault(row.needs, []).append(row.label)
-        return found
+        return gathered((row.needs, row.label) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +125,7 @@ class View:
         self.rows = [row for section in self.sections for row in section.rows]
         shown = {outcome for row in self.rows for cells in row.cells for outcome, _ in cells}
         self.legend = [(outcome, look) for outcome, look in reversed(LOOKS.items()) if outcome in shown]
-        asked = [(row, name) for row in self.rows for name in row.names if name in required]
-        self.required = [replace(row, names=(name,), label=name) for row, name in asked]
+        self.required = [replace(row, names=(name,), label=name) for row in self.rows for name in row.names if name in required]
         self.verdict = self._verdict()
         self.remarks = [*found.unsupported, *found.conflicts, *found.notes]
         self.complaints = list(self._complaints([a for a in found.answers if a.name in required]))
@@ -212,7 +208,7 @@ def _sections(found: Inspection, required: frozenset[str], *, everything: bool) 
         silent = [] if everything else [a for a in answers if a.name not in required and _is_silent(a)]
         groups = groupby((a for a in answers if a not in silent), _alike)
         rows = tuple(_row(tuple(group), found.description.layers) for _, group in groups)
-        listed.append(Section(question, rows, _by_outcome(silent) if found.description.layers else {}))
+        listed.append(Section(question, rows, gathered(map(_silence, silent)) if found.description.layers else {}))
     return [s for s in listed if s.rows or s.silent]
 
 
@@ -221,18 +217,9 @@ def _is_silent(answer: Answer) -> bool:
     return not answer.layers or (bool(codes) and codes <= NO_PATH)
 
 
-def _by_outcome(answers: Sequence[Answer]) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for a in answers:
-        word = LOOKS[a.model.outcome].word
-        what = "no rule for this model" if a.model.outcome is Outcome.UNKNOWN else "no path for this model"
-        names.setdefault(f"{word}, {what}", []).append(a.name)
-    return names
-
-
-def _reasons(answer: Answer) -> tuple[Reason, ...]:
-    """Return why not, and what to know: of the model as a whole, of layers, and notes."""
-    return tuple(dict.fromkeys((*answer.model.reasons, *(r for v in answer.layers for r in v.reasons), *answer.notes)))
+def _silence(answer: Answer) -> tuple[str, str]:
+    what = "rule" if answer.model.outcome is Outcome.UNKNOWN else "path"
+    return f"{LOOKS[answer.model.outcome].word}, no {what} for this model", answer.name
 
 
 def _generic(reason: Reason, release: str, name: str = "\0", hint: str = "\0") -> Reason:
@@ -254,6 +241,7 @@ def _row(answers: tuple[Answer, ...], layers: tuple[LayerDescription, ...]) -> R
     mixed = model.outcome is Outcome.UNFUSED and 0 < len(unfused) < len(judged)
     kinds = (tuple((v.outcome, _title(d, v)) for d, v in judged if d.layer.kind is kind) for kind in LayerKind)
     several = _range(first.release, answers[-1].release)
+    reasons = (*model.reasons, *(r for v in first.layers for r in v.reasons), *first.notes)
     return Row(
         names=tuple(a.name for a in answers),
         label=first.name.replace(first.release, several, 1),
@@ -262,7 +250,7 @@ def _row(answers: tuple[Answer, ...], layers: tuple[LayerDescription, ...]) -> R
         word=f"mixed {len(judged) - len(unfused)}/{len(judged)}" if mixed else LOOKS[model.outcome].word,
         cells=tuple(cells for cells in kinds if cells),
         unfused="" if not unfused else "all" if len(unfused) == len(judged) else span(unfused),
-        reasons=tuple(dict.fromkeys(_generic(r, first.release, several, first.release) for r in _reasons(first))),
+        reasons=tuple(dict.fromkeys(_generic(r, first.release, several, first.release) for r in reasons)),
     )
 
 
@@ -331,27 +319,30 @@ def cost_rows(found: Inspection) -> list[CostRow]:
     c, advice = found.costs, found.advice
     if c is None:
         return []
-    even, d = not c.uneven, c.duplicates
+    even, d, padding = not c.uneven, c.duplicates, advised_padding(found)
     stored = c.decoder.per_rank(c.serving) + c.mtp.per_rank(c.serving)
     rows = [CostRow("experts as stored", size(c.decoder.total + c.mtp.total), size(stored) if even else "")]
     if c.shared_kernel and advice.fuses:
         sharded = f", {size(c.shared_sharded)} sharded over TP {c.serving.tp}" if c.serving.tp > 1 else ""
         remark = f"kept twice {size(2 * c.shared_kernel)}{sharded}"
         rows.append(CostRow("shared experts in the kernel, decoder layers", "", size(c.shared_kernel), remark))
-    for contract, p in c.paddings.items():
-        if advice.gain and advice.gain.contract == contract:
-            what, rank = f"padding {p.width} to {p.new_width} ({contract})", f"+{size(p.per_rank(c.serving))}"
-            rows.append(CostRow(what, f"+{size(p.disk)}", rank if even else "", f"{p.work - 1:+.0%} expert work"))
-    scales = [t for t in advice.runs if HeldTwice.ROUTED_SCALES in t.held_twice]
-    if d.sglang_scales and scales and even:
-        loading = f"{size(d.sglang_loading)} while loading"
-        what = f"duplicates, {releases(scales, TARGETS)}: {HeldTwice.ROUTED_SCALES.value}"
-        rows.append(CostRow(what, "", f"+{size(d.sglang_scales)}", loading))
-    shared = [t for t in advice.fuses if HeldTwice.SHARED_GATE_UP in t.held_twice]
-    if d.sglang_shared and shared:
-        what = f"duplicates, {releases(shared, TARGETS)}: {HeldTwice.SHARED_GATE_UP.value}"
-        rows.append(CostRow(what, "", f"+{size(d.sglang_shared)}"))
+    if padding and advice.gain:
+        what, rank = f"padding {padding.width} to {padding.new_width} ({advice.gain.contract})", size(padding.per_rank(c.serving))
+        rows.append(CostRow(what, f"+{size(padding.disk)}", f"+{rank}" if even else "", f"{padding.work - 1:+.0%} expert work"))
+    scales, loading = d.sglang_scales if even else 0, f"{size(d.sglang_loading)} while loading"
+    for held, n, targets, remark in (
+        (HeldTwice.ROUTED_SCALES, scales, advice.runs, loading),
+        (HeldTwice.SHARED_GATE_UP, d.sglang_shared, advice.fuses, ""),
+    ):
+        holding = [t for t in targets if held in t.held_twice]
+        if n and holding:
+            rows.append(CostRow(f"duplicates, {releases(holding, TARGETS)}: {held.value}", "", f"+{size(n)}", remark))
     return rows
+
+
+def advised_padding(found: Inspection) -> Padding | None:
+    """Return what the padding costs that is advised, if any is."""
+    return found.costs.paddings.get(found.advice.gain.contract) if found.costs and found.advice.gain else None
 
 
 def _cost_words(c: Costs) -> tuple[str, str]:
@@ -365,9 +356,8 @@ def _cost_words(c: Costs) -> tuple[str, str]:
 
 def advised_cost(found: Inspection) -> str:
     """Say in brackets what the advised padding costs."""
-    gain, c = found.advice.gain, found.costs
-    if gain is None or c is None or gain.contract not in c.paddings:
+    p, c = advised_padding(found), found.costs
+    if p is None or c is None:
         return ""
-    p = c.paddings[gain.contract]
     rank = "" if c.uneven else f", +{size(p.per_rank(c.serving))} per rank at EP {c.serving.ep}"
     return f"(+{size(p.disk)} on disk{rank})"
