@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[str, list[str], Callable[[Path], object] | bytes]] = {
         b"x",
     ),
     "training": ("training", ["checkpoint-500/config.json", "checkpoint-500/model.safetensors"], b"x"),
-    "leftover": ("stand in listed ones too", ["model.safetensors"], copy_of_a_shard),
+    "leftover": ("stand in listed ones", ["model.safetensors"], copy_of_a_shard),
     "variant": ("other forms", ["model.fp16.safetensors"], shard),
 }
 
