@@ -56,9 +56,10 @@ def native_verdict(
         return because(Outcome.UNFUSED, "server-no-fusion", f"{server} keeps this model's shared expert beside MegaMoE")
     if target.model_types and model_type not in target.model_types:
         return because(Outcome.REFUSED, "model-unsupported", f"{server} has no MegaMoE path for model type {model_type!r}")
-    unknown = unknown_class((vllm_class_names if target.engine == "vLLM" else class_names)(config), target.classes, server)
-    if unknown:
-        return unknown
+    names = vllm_class_names(config) if target.engine == "vLLM" else class_names(config)
+    if names and target.classes and not target.classes.intersection(names):  # without names the model type decides
+        message = f"{server} has no model class {names[0]} with a MegaMoE path"
+        return because(Outcome.REFUSED, "model-unsupported", message)
     groups = _launch_groups(layer)
     if isinstance(groups, Verdict):
         return groups
@@ -75,26 +76,6 @@ def native_verdict(
         *_format_reasons(routed, shared, target.pairings),
         *_loader_reasons(shared, at, target),
     )
-
-
-def unknown_class(names: tuple[str, ...], classes: frozenset[str], server: str) -> Verdict | None:
-    """Refuse a checkpoint that asks for model classes of which the server has none; without names its model type decides."""
-    if not classes or not names or classes & set(names):
-        return None
-    message = f"{server} has no model class {names[0]} with a MegaMoE path"
-    return because(Outcome.REFUSED, "model-unsupported", message)
-
-
-def target_verdict(
-    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: LaunchWidths | None = None
-) -> Verdict:
-    """Judge a layer by a row of the table: a bare contract by the kernel alone, a server by all that it asks.
-
-    ``widths``: those that the standard layout has after padding; the layer's own without them.
-    """
-    if target.is_contract:
-        return kernel_verdict(layer, target.contract, target.pairings, widths)
-    return native_verdict(layer, target, config, widths)
 
 
 def _verdict(*reasons: Reason) -> Verdict:
