@@ -13,7 +13,7 @@ has that backend; V4.1's switches it off (0.33 models/deepseek_v41/amd/model.py:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,8 +38,6 @@ MEGA_MOE = (
     "DP with EP, --all2all-backend mori_*, no EPLB"
 )
 """Flags and hardware that 0.33 models/deepseek_v4/amd/model.py:552-582 asks for."""
-
-
 HETEROGENEOUS = "gfx950, TP 8, no EP, EPLB, DP or PCP, --moe-backend aiter, BF16, no weight offloading"
 """What 0.33 models/deepseek_v4/amd/model.py:232-300 asks of the machine (0.30:217-285 the same)."""
 
@@ -67,19 +65,11 @@ class AiterTarget:
         return f"{SWITCHES}, {more}" if more else SWITCHES
 
 
-def _others() -> Iterator[AiterTarget]:
-    for name, release in RELEASES.items():
-        if release.mega_moe:
-            yield AiterTarget(f"vllm-{name}-aiter-mega", release, mega_moe=True)
-    for name, release in RELEASES.items():
-        if release.heterogeneous:
-            source = "models/deepseek_v4/amd/model.py (_heterogeneous_shared_expert_enabled)"
-            yield AiterTarget(f"vllm-{name}-aiter-fhmoe", release, heterogeneous=True, source=source)
-
-
+MODEL = "models/deepseek_v4/amd/model.py (_heterogeneous_shared_expert_enabled)"
 AITER_TARGETS: tuple[AiterTarget, ...] = (
-    *(AiterTarget(f"vllm-{name}-aiter", release) for name, release in RELEASES.items()),
-    *_others(),
+    *(AiterTarget(f"vllm-{n}-aiter", r) for n, r in RELEASES.items()),
+    *(AiterTarget(f"vllm-{n}-aiter-mega", r, mega_moe=True) for n, r in RELEASES.items() if r.mega_moe),
+    *(AiterTarget(f"vllm-{n}-aiter-fhmoe", r, heterogeneous=True, source=MODEL) for n, r in RELEASES.items() if r.heterogeneous),
 )
 
 
