@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.formats import E8M0_DTYPES, Format, StorageKind
-from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.formats import E8M0_DTYPES, StorageKind
+from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import FP8_METHODS
 from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
@@ -122,16 +122,12 @@ def endangered(
     return Verdict(Outcome.UNSAFE, (*(own.reasons if own.outcome is not Outcome.UNKNOWN else ()), *reasons))
 
 
-def _gate(group: ExpertGroup) -> Format:
-    return group.formats[Role.GATE]
-
-
 def _is(group: ExpertGroup, kind: StorageKind, *scales: str) -> bool:
     return any(f.kind is kind and (not scales or f.scale_dtype in scales) for f in group.formats.values())
 
 
 def _expert_dtype_unread(s: Situation) -> bool:
-    stored = _gate(s.routed).kind.facts.expert_dtype
+    stored = s.routed.gate.kind.facts.expert_dtype
     if s.question is None or not (s.v4 or s.v41) or s.question.quant.class_name != "DeepseekV4FP8Config":
         return False
     read = s.question.read("expert_dtype", "fp4")
@@ -147,7 +143,7 @@ def _e8m0_experts(s: Situation) -> bool:
 def _overlooked(s: Situation) -> bool:
     quant = s.question.quant if s.question else None
     by_fp8 = quant is not None and quant.kind is VllmQuantKind.FP8 and not quant.from_quark
-    return by_fp8 and s.by_slots and s.v4 and _is(s.routed, MXFP4) and _gate(s.shared).scale == "scale"
+    return by_fp8 and s.by_slots and s.v4 and _is(s.routed, MXFP4) and s.shared.gate.scale == "scale"
 
 
 def _aiter_takes_no_block(s: Situation) -> bool:
@@ -187,7 +183,7 @@ def _not_mxfp4(s: Situation) -> bool:
     """MegaMoE takes routed experts in MXFP4; the heterogeneous kernel also wants FP8 shared ones with E8M0 scales."""
     if s.question is None or s.by_slots or not s.own.fused:
         return False
-    fits = not s.question.heterogeneous or (_is(s.shared, FP8, "F8_E8M0") and _gate(s.shared).block == (128, 128))
+    fits = not s.question.heterogeneous or (_is(s.shared, FP8, "F8_E8M0") and s.shared.gate.block == (128, 128))
     return not (_is(s.routed, MXFP4) and fits)
 
 
@@ -297,7 +293,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "treats FP8 blocks as 128x128 on HIP with AITER, and with DeepEP, Mooncake or NIXL: there the values are wrong",
         "serve on CUDA with --moe-a2a-backend none, whose Triton kernels read 32x32 blocks",
         "0.5.20 layers/quantization/fp8.py:2956, 0.5.23:3454-3459; layers/moe/moe_runner/deep_gemm.py:312-334",
-        lambda s: s.slots and s.fp8 and _is(s.routed, FP8) and _gate(s.routed).block == (32, 32),
+        lambda s: s.slots and s.fp8 and _is(s.routed, FP8) and s.routed.gate.block == (32, 32),
     ),
     Hazard(
         "slot-storage-differs",

@@ -128,7 +128,7 @@ def _config_refusals(config: Mapping[str, Any], target: Target) -> Iterator[Reas
 
 
 def _server_refusals(routed: ExpertGroup, at: LaunchWidths, target: Target) -> Iterator[Reason]:
-    kind = routed.formats[Role.GATE].kind
+    kind = routed.gate.kind
     hidden_multiple = max(target.hidden_multiple, target.contract.hidden_multiple)
     multiple, hidden_multiple = target.multiples.get(kind, (target.contract.width_multiple, hidden_multiple))
     if at.routed % multiple:
@@ -161,7 +161,7 @@ def _format_reasons(routed: ExpertGroup, shared: ExpertGroup, pairings: Pairings
         allowed = ", ".join(k.value for k in pairings)
         yield Reason("routed-format", f"routed experts are {routed.label}; the launch takes {allowed} with E8M0 scales")
         return
-    allowed_shared = pairings[routed.formats[Role.GATE].kind]
+    allowed_shared = pairings[routed.gate.kind]
     if not allowed_shared:
         yield Reason("shared-format", f"beside {routed.label} experts the launch takes no shared expert")
         return

@@ -19,7 +19,7 @@ from typing import Any
 
 from fse_convert.model.description import STACKED, LayerDescription
 from fse_convert.model.formats import StorageKind
-from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.families import find_aiter_family
 from fse_convert.servers.aiter.heterogeneous import judge_heterogeneous
@@ -65,11 +65,15 @@ class AiterTarget:
         return f"{SWITCHES}, {more}" if more else SWITCHES
 
 
-MODEL = "models/deepseek_v4/amd/model.py (_heterogeneous_shared_expert_enabled)"
+FHMOE_SOURCE = "models/deepseek_v4/amd/model.py (_heterogeneous_shared_expert_enabled)"
 AITER_TARGETS: tuple[AiterTarget, ...] = (
     *(AiterTarget(f"vllm-{n}-aiter", r) for n, r in RELEASES.items()),
     *(AiterTarget(f"vllm-{n}-aiter-mega", r, mega_moe=True) for n, r in RELEASES.items() if r.mega_moe),
-    *(AiterTarget(f"vllm-{n}-aiter-fhmoe", r, heterogeneous=True, source=MODEL) for n, r in RELEASES.items() if r.heterogeneous),
+    *(
+        AiterTarget(f"vllm-{n}-aiter-fhmoe", r, heterogeneous=True, source=FHMOE_SOURCE)
+        for n, r in RELEASES.items()
+        if r.heterogeneous
+    ),
 )
 
 
@@ -195,7 +199,7 @@ def judge_model(layers: Iterable[Verdict]) -> Verdict:
 def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
     """Say where loading changes numbers: shared experts requantised to MXFP4."""
     fused = (d.shared for d, v in zip(layers, verdicts, strict=True) if v.fused and d.shared)
-    changed = [shared for shared in fused if shared.formats[Role.GATE].kind is not StorageKind.MXFP4]
+    changed = [shared for shared in fused if shared.gate.kind is not StorageKind.MXFP4]
     if not question.mega_moe or not changed:
         return ()
     message = f"vLLM requantises the shared experts of {len(changed)} layers to MXFP4 while loading"
