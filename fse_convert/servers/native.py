@@ -13,6 +13,7 @@ from typing import Any
 
 from fse_convert.layout.sizes import round_up
 from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.families import SECTIONS, place
 from fse_convert.model.formats import E8M0_DTYPES, Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.servers.subject import class_names, vllm_class_names
@@ -111,11 +112,8 @@ def server_config_value(config: Mapping[str, Any], key: str) -> object:
     V4.1 nests its text model, and writes ``expert_dtype`` into ``quantization_config`` (vLLM 0.33
     transformers_utils/configs/deepseek_v41.py:11-50).
     """
-    places = [config, config.get("text_config")]
-    if key == "expert_dtype":
-        places.append(config.get("quantization_config"))
-    values = (place[key] for place in places if isinstance(place, Mapping) and place.get(key) is not None)
-    return next(values, None)
+    sections = (*SECTIONS, "quantization_config") if key == "expert_dtype" else SECTIONS
+    return next((value for name in sections if (value := place(config, name).get(key)) is not None), None)
 
 
 def _config_refusals(config: Mapping[str, Any], target: Target) -> Iterator[Reason]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fse_convert.model.families import SECTIONS, place
 from fse_convert.servers.aiter.patterns import Renames
 from fse_convert.servers.subject import vllm_class_names
 
@@ -248,7 +249,6 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
 def find_aiter_family(config: Mapping[str, Any]) -> AiterFamily | None:
     """Find the model class by its name; a config that names none by its ``model_type``, at the top level or in ``text_config``."""
     wanted = set(vllm_class_names(config))
-    text = config.get("text_config")
-    types = {place.get("model_type") for place in (config, text) if isinstance(place, Mapping)}
+    types = {place(config, name).get("model_type") for name in SECTIONS}
     found = (f for f in AITER_FAMILIES if (wanted.intersection(f.architectures) if wanted else types.intersection(f.model_types)))
     return next(found, None)
