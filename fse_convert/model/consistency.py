@@ -17,7 +17,7 @@ from fse_convert.errors import Problem, some
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.families import Family, Share
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
-from fse_convert.model.moe import LayerKind, MoELayer, Role
+from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.model.quantization import FP8_METHODS, Quantization
 
 LOAD_CONFLICTS = frozenset({
@@ -80,7 +80,7 @@ def _common(values: Iterable[int]) -> int | None:
 
 def _expert_dtype_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
     written = quantization.expert_dtype
-    kinds = {d.routed.formats[Role.GATE].kind for d in layers if d.routed and d.layer.kind is LayerKind.DECODER}
+    kinds = {d.routed.gate.kind for d in layers if d.routed and d.layer.kind is LayerKind.DECODER}
     known = {kind.facts.expert_dtype for kind in StorageKind} - {None}
     read = written in known or (written is not None and quantization.method in FP8_METHODS)
     if read and any(kind.facts.expert_dtype != written for kind in kinds):

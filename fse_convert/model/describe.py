@@ -14,18 +14,17 @@ from typing import Any
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, garbage_collection_paused
 from fse_convert.errors import Problem, some
-from fse_convert.model.consistency import conflicts, gaps
+from fse_convert.model.consistency import INCOMPLETE, conflicts, gaps
 from fse_convert.model.description import NOT_UNDERSTOOD, STACKED, Description, ExpertGroup, LayerDescription, first_of
 from fse_convert.model.families import Family, find_family
 from fse_convert.model.formats import SUPPORTED, Format, FormatError, read_format
-from fse_convert.model.grouping import Grouping, group_layers, seen, seen_experts
+from fse_convert.model.grouping import EXPERT_MODULE, Grouping, group_layers, seen
 from fse_convert.model.moe import Expert, MoELayer, Projection, Role
 from fse_convert.model.quantization import Quantization
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
 CONVERT_ORIGINAL = "convert the original checkpoint"
-INCOMPLETE = "is the checkpoint complete?"
 NO_MATRIX = "adapters, biases, and projections fused into one matrix are not supported"
 ODD = "the other experts are understood, so this tensor is likely damaged: download or export its shard again"
 TWICE = "servers load whichever they read last: export the model again, with each layer once"
@@ -48,7 +47,7 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description
     tensors = {n: info for n, info in checkpoint.tensors.items() if n not in kernel} if kernel else checkpoint.tensors
     converted = [Problem("already-converted", "tensors in the kernel layout", kernel[0], CONVERT_ORIGINAL)] if kernel else []
     if family is None:
-        names = seen_experts(tensors.values())
+        names = seen(info for info in tensors.values() if "expert" in info.name or EXPERT_MODULE.search(info.name))
         return Description(None, model_type, conflicts=quantization.conflicts, seen=names, outside=tuple(converted))
     grouping = group_layers(family, tensors, family.number(config, "num_hidden_layers"))
     layers = _Reader(quantization.block_hint, gated=family.gated).describe(grouping.layers)
@@ -93,8 +92,10 @@ def _depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Groupi
         yield Problem("mtp-missing", message, "config.json", hint)
 
 
-Read = Mapping[Role, Format | FormatError]
+Formats = Mapping[Role, Format | FormatError]
 """The formats of an expert's projections, and why some have none; projections that are missing are left out."""
+Read = list[tuple[Expert, Formats]]
+"""Experts of a layer that should be stored alike: all routed ones, or the shared one if there is one."""
 
 
 class _Reader:
@@ -103,7 +104,7 @@ class _Reader:
     def __init__(self, block_hint: tuple[int, int] | None, *, gated: bool) -> None:
         self.block_hint = block_hint
         self.gated = gated
-        self.known: dict[tuple[object, ...], Read] = {}
+        self.known: dict[tuple[object, ...], Formats] = {}
         self.understood: tuple[set[Role], set[Role]] = set(), set()
 
     def describe(self, layers: Iterable[MoELayer]) -> tuple[LayerDescription, ...]:
@@ -111,13 +112,13 @@ class _Reader:
 
         All are read before any is described: what fits no format is damage where others like it do.
         """
-        read = [(m, [self._read(e) for e in m.routed], [self._read(m.shared)] if m.shared else []) for m in layers]
+        read = [(m, self._read(m.routed), self._read((m.shared,) if m.shared else ())) for m in layers]
         for _, *groups in read:
-            for of_shared, group in enumerate(groups):
-                self.understood[of_shared].update(r for e in group for r, f in e.items() if isinstance(f, Format))
+            for understood, group in zip(self.understood, groups, strict=True):
+                understood.update(role for _, formats in group for role, f in formats.items() if isinstance(f, Format))
         return tuple(self._layer(*entry) for entry in read)
 
-    def _layer(self, layer: MoELayer, routed_read: list[Read], shared_read: list[Read]) -> LayerDescription:
+    def _layer(self, layer: MoELayer, routed: Read, shared: Read) -> LayerDescription:
         problems = _Problems(layer)
         for twin in layer.twins:
             message = f"this layer is there twice, under other prefixes: {_prefix(layer.name)} and {_prefix(twin)}"
@@ -136,12 +137,13 @@ class _Reader:
         if self.gated and layer.shared and layer.gate_tensor is None:
             problems.add(Problem("gate-missing", "no gate of the shared expert", layer.shared.name, INCOMPLETE))
         of_routed, of_shared = self.understood
-        routed = _group(layer.routed, routed_read, _Misfits(layer.routed, routed_read, of_routed), problems)
-        shared = (layer.shared,) if layer.shared else ()
-        shared_group = _group(shared, shared_read, _Misfits(shared, shared_read, of_shared), problems)
-        return LayerDescription(layer, routed, shared_group, problems.folded())
+        groups = _group(routed, of_routed, problems), _group(shared, of_shared, problems)
+        return LayerDescription(layer, *groups, problems.folded())
 
-    def _read(self, expert: Expert) -> Read:
+    def _read(self, experts: Iterable[Expert]) -> Read:
+        return [(expert, self._formats(expert)) for expert in experts]
+
+    def _formats(self, expert: Expert) -> Formats:
         key = tuple(
             (role, suffix, info.dtype, info.shape)
             for role, projection in expert.projections.items()
@@ -165,9 +167,9 @@ class _Misfits:
     ``understood``: the projections that are understood in any layer.
     """
 
-    def __init__(self, experts: tuple[Expert, ...], read: list[Read], understood: set[Role]) -> None:
-        errors = [f for found in read for f in found.values() if isinstance(f, FormatError)]
-        parts = [(e.projections[r].parts, f) for e, found in zip(experts, read, strict=True) for r, f in found.items() if errors]
+    def __init__(self, read: Read, understood: set[Role]) -> None:
+        errors = [f for _, formats in read for f in formats.values() if isinstance(f, FormatError)]
+        parts = [(e.projections[r].parts, f) for e, formats in read for r, f in formats.items() if errors]
         self.understood = understood
         self.dtypes = {_dtypes(p) for p, f in parts if isinstance(f, Format)}
         self.constant = all(frozenset.intersection(*sides) for sides in zip(*(e.sides for e in errors if e.sides), strict=False))
@@ -189,14 +191,15 @@ def _dtypes(parts: Mapping[str, TensorInfo]) -> frozenset[tuple[str, str]]:
     return frozenset((suffix, info.dtype) for suffix, info in parts.items())
 
 
-def _group(experts: tuple[Expert, ...], read: list[Read], judge: _Misfits, problems: _Problems) -> ExpertGroup | None:
+def _group(read: Read, understood: set[Role], problems: _Problems) -> ExpertGroup | None:
+    misfits, experts = _Misfits(read, understood), tuple(expert for expert, _ in read)
     first: dict[Role, Format] | None = None
-    like: Read | None = None
+    like: Formats | None = None
     whole = True
-    for expert, found in zip(experts, read, strict=True):
+    for expert, found in read:
         if found is like:
             continue
-        formats = _whole(expert, found, judge, problems)
+        formats = _whole(expert, found, misfits, problems)
         if formats is None:
             whole = False
         elif first is None:
@@ -212,7 +215,7 @@ def _group(experts: tuple[Expert, ...], read: list[Read], judge: _Misfits, probl
     return ExpertGroup(experts, first, hidden, width)
 
 
-def _whole(expert: Expert, read: Read, judge: _Misfits, problems: _Problems) -> dict[Role, Format] | None:
+def _whole(expert: Expert, read: Formats, misfits: _Misfits, problems: _Problems) -> dict[Role, Format] | None:
     """Return the formats of an expert that is complete and understood; what keeps it from that is added to ``problems``."""
     formats: dict[Role, Format] = {}
     unclear = any(name.startswith(f"{expert.name}.") for name in problems.layer.unknown)
@@ -221,7 +224,7 @@ def _whole(expert: Expert, read: Read, judge: _Misfits, problems: _Problems) -> 
         if isinstance(found, Format):
             formats[role] = found
         elif isinstance(found, FormatError):
-            problems.add(judge.told(found, role, expert.projections[role]))
+            problems.add(misfits.told(found, role, expert.projections[role]))
         elif not unclear:
             problems.add(Problem("projection-missing", f"no {role.value} projection", expert.name, INCOMPLETE))
     if len(formats) < len(Role):

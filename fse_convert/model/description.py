@@ -33,6 +33,11 @@ class ExpertGroup:
         """The storage format in a few words."""
         return " / ".join(dict.fromkeys(f.label for f in self.formats.values()))
 
+    @property
+    def gate(self) -> Format:
+        """The format of the gate projections, which tells the experts' kind."""
+        return self.formats[Role.GATE]
+
     def stored_like(self, other: ExpertGroup) -> bool:
         """Tell whether one kernel could read the experts of both groups."""
         return all(self.formats[role].same_storage == other.formats[role].same_storage for role in Role)

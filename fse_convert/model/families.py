@@ -40,10 +40,6 @@ class Sparse:
 EVERY_LAYER = Sparse()
 DENSE_PREFIX = Sparse(first="first_k_dense_replace", step="moe_layer_freq")
 """vLLM 0.33 model_executor/models/deepseek_v2.py, and those that follow it."""
-QWEN = Sparse(step="decoder_sparse_step", ahead=1, dense="mlp_only_layers")
-"""transformers 5.24 qwen3_next/modeling_qwen3_next.py."""
-ERNIE = Sparse(first="moe_layer_start_index", last="moe_layer_end_index", step="moe_layer_interval", ahead=1)
-"""transformers 5.24 ernie4_5_moe/modeling_ernie4_5_moe.py."""
 
 
 class Share(Enum):
@@ -80,7 +76,6 @@ class Width:
 DEFAULT = "a default of their own"
 MOE = Width("moe_intermediate_size", assumed=DEFAULT)
 EITHER = Width("intermediate_size", assumed=DEFAULT)
-QWEN_WIDTHS = (MOE, Width("shared_expert_intermediate_size", Share.SHARED, assumed=DEFAULT))
 SECTIONS = ("", "text_config")
 """Where config.json keeps the text model's keys: at the top level, or nested."""
 
@@ -107,14 +102,14 @@ class Family:
     ``layers`` and ``mtp`` are regular expressions for what stands before a layer's number, ``block`` for the MoE block
     behind it. With ``mtp`` None, MTP layers are numbered on from the decoder layers (DeepSeek-V3). ``beside``: the
     shared expert stands beside the block, not inside it. ``widths``: the keys that state how wide experts are.
-    ``n_routed_keys``, ``n_shared_keys``: the names of either number; ``per_modality``: as a list it has a part per modality.
-    ``fixed_shared`` is the number of shared experts of families that have no key for it. ``gated``: a gate of its own
-    scales the shared expert's output. ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``:
-    routed experts of MTP layers, where they have a key of their own.
+    ``n_routed_keys``, ``n_shared_keys``: the names of either number (without one for shared experts there is one);
+    ``per_modality``: as a list it has a part per modality. ``gated``: a gate of its own scales the shared expert's output.
+    ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``: routed experts of MTP layers, where
+    they have a key of their own.
     """
 
     name: str
-    model_types: frozenset[str]
+    model_types: tuple[str, ...]
     source: str
     layers: str = MODEL_LAYERS
     mtp: str | None = None
@@ -128,7 +123,6 @@ class Family:
     n_shared_keys: tuple[str, ...] = ("n_shared_experts",)
     per_modality: bool = False
     mtp_key: str | None = "num_nextn_predict_layers"
-    fixed_shared: int | None = None
     gated: bool = False
     sparse: Sparse | None = DENSE_PREFIX
     mtp_routed_key: str | None = None
@@ -162,8 +156,8 @@ class Family:
     def shared_count(self, config: Mapping[str, Any]) -> int:
         """Return the number of shared experts per layer: 0 where the key is null, one where the config does not say."""
         written = self.number(config, *self.n_shared_keys)
-        if self.fixed_shared or written is not None:
-            return self.fixed_shared or written or 0
+        if written is not None:
+            return written
         null = any(place(config, name).get(key, 1) is None for name in SECTIONS for key in self.n_shared_keys)
         return 0 if null else 1
 
@@ -182,13 +176,9 @@ def place(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _types(*names: str) -> frozenset[str]:
-    return frozenset(names)
-
-
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
-    model_types=_types("deepseek_v4", "deepseek_v4_text"),
+    model_types=("deepseek_v4", "deepseek_v4_text"),
     source="vLLM 0.33 models/deepseek_v4/nvidia/model.py; transformers 5.24 deepseek_v4 (intermediate_size, where it is, wins)",
     layers="layers",
     mtp="mtp",
@@ -200,47 +190,52 @@ DEEPSEEK_V4 = Family(
     mtp_routed_key="dspark_n_routed_experts",
 )
 
+QWEN3_NEXT = Family(
+    name="Qwen3-Next",
+    model_types=("qwen3_next",),
+    source="vLLM 0.33 model_executor/models/qwen3_next.py:151-160, qwen3_next_mtp.py",
+    mtp=r"mtp\.layers",
+    shared="shared_expert",
+    widths=(MOE, Width("shared_expert_intermediate_size", Share.SHARED, assumed=DEFAULT)),
+    n_routed_keys=("num_experts",),
+    n_shared_keys=(),
+    gated=True,
+    sparse=Sparse(step="decoder_sparse_step", ahead=1, dense="mlp_only_layers"),  # transformers 5.24 modeling_qwen3_next.py
+)
+
 FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V4,
     replace(
         DEEPSEEK_V4,
-        model_types=_types("deepseek_v41", "deepseek_v41_text"),
+        model_types=("deepseek_v41", "deepseek_v41_text"),
         source="vLLM 0.33 models/deepseek_v41/nvidia/model.py, transformers_utils/configs/deepseek_v41.py",
         widths=(MOE,),
     ),
     Family(
         name="DeepSeek-V3",
-        model_types=_types("deepseek_v2", "deepseek_v3", "deepseek_v32"),
+        model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32"),
         source="vLLM 0.33 model_executor/models/deepseek_v2.py, models/deepseek_v32",
     ),
     Family(
         name="Kimi-K2",
-        model_types=_types("kimi_k2", "kimi_k25"),
+        model_types=("kimi_k2", "kimi_k25"),
         source="vLLM 0.33 model_executor/models/kimi_k25.py (DeepSeek-V3 layout)",
     ),
     Family(
         name="GLM-4-MoE",
-        model_types=_types("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text"),
+        model_types=("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text"),
         source="vLLM 0.33 model_executor/models/glm4_moe.py, glm4_moe_lite.py",
     ),
     Family(
         name="GLM-5",
-        model_types=_types("glm_moe_dsa", "glm5_next", "glm5_next_text"),
+        model_types=("glm_moe_dsa", "glm5_next", "glm5_next_text"),
         source="vLLM 0.33 models/glm5next/common/model.py; transformers 5.24 glm_moe_dsa, glm5_next",
     ),
-    Family(
-        name="AXK1",
-        model_types=_types("axk1", "axk2"),
-        source="vLLM 0.33 model_executor/models/AXK1.py; transformers 5.24 axk2",
-    ),
-    Family(
-        name="dots",
-        model_types=_types("dots1"),
-        source="transformers 5.24 dots1",
-    ),
+    Family(name="AXK1", model_types=("axk1", "axk2"), source="vLLM 0.33 model_executor/models/AXK1.py; transformers 5.24 axk2"),
+    Family(name="dots", model_types=("dots1",), source="transformers 5.24 dots1"),
     Family(
         name="dots3-note",
-        model_types=_types("dots3_note", "dots3_note_text"),
+        model_types=("dots3_note", "dots3_note_text"),
         source="transformers 5.24 dots3_note; vLLM 0.33 models/dots3_note/nvidia/model.py:64-126 (pads a narrower shared MLP)",
         widths=(
             MOE,
@@ -250,7 +245,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="MiniMax-M3",
-        model_types=_types("minimax_m3", "minimax_m3_text", "minimax_m3_vl", "minimax_m3_vl_text"),
+        model_types=("minimax_m3", "minimax_m3_text", "minimax_m3_vl", "minimax_m3_vl_text"),
         source="vLLM 0.33 models/minimax_m3/nvidia/model.py, mtp.py; transformers_utils/configs/minimax_m3.py",
         mtp=r"(?:language_model\.)?model\.mtp\.layers",
         block=SPARSE,
@@ -264,7 +259,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="Kimi-Linear",
-        model_types=_types("kimi_linear"),
+        model_types=("kimi_linear",),
         source="transformers 5.24 conversion_mapping.py kimi_linear; vLLM 0.33 transformers_utils/configs/kimi_linear.py",
         block=f"{SPARSE}|mlp",
         routed_names=W_NAMES,
@@ -273,7 +268,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="Kimi-K3",
-        model_types=_types("kimi_k3"),
+        model_types=("kimi_k3",),
         source="vLLM 0.33 models/kimi_k3/nvidia/model.py (latent: routed_expert_hidden_size), mtp.py",
         layers=BARE_LAYERS,
         block=SPARSE,
@@ -281,58 +276,33 @@ FAMILIES: tuple[Family, ...] = (
         n_routed_keys=("num_experts",),
         n_shared_keys=("num_shared_experts",),
     ),
-    Family(
-        name="Qwen3-Next",
-        model_types=_types("qwen3_next"),
-        source="vLLM 0.33 model_executor/models/qwen3_next.py:151-160, qwen3_next_mtp.py",
-        mtp=r"mtp\.layers",
-        shared="shared_expert",
-        widths=QWEN_WIDTHS,
-        n_routed_keys=("num_experts",),
-        n_shared_keys=(),
-        fixed_shared=1,
-        gated=True,
-        sparse=QWEN,
-    ),
-    Family(
+    QWEN3_NEXT,
+    replace(
+        QWEN3_NEXT,
         name="Qwen3.5",
-        model_types=_types("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"),
+        model_types=("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"),
         source="vLLM 0.33 model_executor/models/qwen3_5.py, qwen3_5_mtp.py, models/qwen4_exp",
-        mtp=r"mtp\.layers",
-        shared="shared_expert",
-        widths=QWEN_WIDTHS,
-        n_routed_keys=("num_experts",),
-        n_shared_keys=(),
         mtp_key="mtp_num_hidden_layers",
-        fixed_shared=1,
-        gated=True,
-        sparse=QWEN,
     ),
-    Family(
+    replace(
+        QWEN3_NEXT,
         name="Alice AI",
-        model_types=_types("alice_ai"),
+        model_types=("alice_ai",),
         source="vLLM 0.33 model_executor/models/alice_ai.py:208-289",
-        mtp=r"mtp\.layers",
-        shared="shared_expert",
-        widths=QWEN_WIDTHS,
-        n_routed_keys=("num_experts",),
-        n_shared_keys=(),
-        fixed_shared=1,
-        gated=True,
-        sparse=QWEN,
     ),
     Family(
         name="Ernie-4.5",
-        model_types=_types("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+        model_types=("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
         source="vLLM 0.33 model_executor/models/ernie45_moe.py:133-184; transformers 5.24 ernie4_5_vl_moe (list-valued widths)",
         n_routed_keys=("moe_num_experts",),
         n_shared_keys=("moe_num_shared_experts",),
         per_modality=True,
-        sparse=ERNIE,
+        # transformers 5.24 ernie4_5_moe/modeling_ernie4_5_moe.py
+        sparse=Sparse(first="moe_layer_start_index", last="moe_layer_end_index", step="moe_layer_interval", ahead=1),
     ),
     Family(
         name="Llama 4",
-        model_types=_types("llama4", "llama4_text"),
+        model_types=("llama4", "llama4_text"),
         source="vLLM 0.33 model_executor/models/llama4.py:107-155; transformers 5.24 llama4 (stacked routed experts)",
         block="feed_forward",
         shared="shared_expert",
@@ -340,12 +310,11 @@ FAMILIES: tuple[Family, ...] = (
         n_routed_keys=("num_local_experts",),
         n_shared_keys=(),
         mtp_key=None,
-        fixed_shared=1,
         sparse=None,
     ),
     Family(
         name="Hunyuan",
-        model_types=_types("hunyuan_v1_moe"),
+        model_types=("hunyuan_v1_moe",),
         source="transformers 5.24 hunyuan_v1_moe:71, 253 (intermediate_size); SGLang 0.5.23 models/hunyuan.py:142-180 (both keys)",
         widths=(Width("intermediate_size", assumed=DEFAULT, dense=True), Width("moe_intermediate_size")),
         shared="shared_mlp",
@@ -356,7 +325,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="Hunyuan-V3",
-        model_types=_types("hy_v3"),
+        model_types=("hy_v3",),
         source="transformers 5.24 conversion_mapping.py hy_v3 (shared_mlp); vLLM 0.33 model_executor/models/hy_v3.py:144-199",
         shared="shared_mlp",
         widths=(MOE, Width("expert_hidden_dim")),
@@ -365,12 +334,12 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="Hunyuan-V4",
-        model_types=_types("hy_v4", "hy_v4_vl", "hy_v4_vl_text"),
+        model_types=("hy_v4", "hy_v4_vl", "hy_v4_vl_text"),
         source="vLLM 0.33 models/hy_v4/nvidia/model.py; transformers 5.24 hy_v4",
     ),
     Family(
         name="Step-5",
-        model_types=_types("step5", "step3p5", "step3p7"),
+        model_types=("step5", "step3p5", "step3p7"),
         source="vLLM 0.33 models/step5/nvidia/model.py:183-186, 2173-2190 (stacked routed experts), 1762 (share_expert_dim)",
         layers=BARE_LAYERS,
         block="moe",
@@ -383,7 +352,6 @@ FAMILIES: tuple[Family, ...] = (
         ),
         n_routed_keys=("moe_num_experts", "n_routed_experts"),
         n_shared_keys=(),
-        fixed_shared=1,
         sparse=None,
     ),
 )
@@ -391,9 +359,5 @@ FAMILIES: tuple[Family, ...] = (
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
     """Find the family by ``model_type``, at the top level or in ``text_config``; None when no row has it."""
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
-        for family in FAMILIES:
-            if str(place.get("model_type")) in family.model_types:
-                return family
-    return None
+    types = [str(place(config, name).get("model_type")) for name in SECTIONS]
+    return next((family for written in types for family in FAMILIES if written in family.model_types), None)

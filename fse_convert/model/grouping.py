@@ -86,7 +86,7 @@ class _Grouper:
         self.heads: dict[str, _Block | None] = {}
         self.blocks: dict[str, _Block] = {}
         self.strays: list[TensorInfo] = []
-        self.elsewhere: dict[str, tuple[int, bool]] = {}
+        self.elsewhere: dict[str, tuple[LayerKind, int]] = {}
         self.elsewhere_pattern = re.compile(rf"(?P<layer>{TEXT_LAYERS}\.(?P<number>\d+))\.(?:{family.block})")
         self.marked: set[str] = set()
         self.mtp = False
@@ -125,8 +125,7 @@ class _Grouper:
             at = (LayerKind.MTP if mtp else LayerKind.DECODER, b.number - depth if mtp and not b.own else b.number)
             first = layers.get(at)
             layers[at] = replace(first, twins=(*first.twins, b.layer)) if first else self._layer(b, *at)
-        for layer, (number, mtp) in sorted(self.elsewhere.items()):
-            at = (LayerKind.MTP if mtp else LayerKind.DECODER, number)
+        for layer, at in sorted(self.elsewhere.items()):
             if at in layers:
                 layers[at] = replace(layers[at], twins=(*layers[at].twins, layer))
         twins = tuple(f"{twin}." for m in layers.values() for twin in m.twins)
@@ -155,7 +154,8 @@ class _Grouper:
         if m is None:
             self.heads[head] = None
             if other := self.elsewhere_pattern.fullmatch(head):
-                self.elsewhere[other["layer"]] = int(other["number"]), other["at"] != "layers"
+                kind = LayerKind.DECODER if other["at"] == "layers" else LayerKind.MTP
+                self.elsewhere[other["layer"]] = kind, int(other["number"])
             return None
         name = head if m["block"] else f"{head}.{self.family.block}"
         block = self.blocks.get(name)
@@ -244,11 +244,6 @@ class Seen:
     pattern: str
     count: int
     example: TensorInfo
-
-
-def seen_experts(tensors: Iterable[TensorInfo]) -> tuple[Seen, ...]:
-    """List the patterns of the names of experts, for a model that no family explains."""
-    return seen(info for info in tensors if "expert" in info.name or EXPERT_MODULE.search(info.name))
 
 
 def seen(tensors: Iterable[TensorInfo]) -> tuple[Seen, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fse_convert.errors import Problem
+from fse_convert.model.families import place
 
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "exclude", "ignore", "exclude_modules")
 """Keys for modules that stay unquantised: DeepSeek and MiniMax, transformers, Quark, ModelOpt, ModelOpt's own file."""
@@ -95,10 +96,21 @@ def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any]
     Precedence as vLLM 0.33 has it: config.json's ``quantization_config``, then ``hf_quant_config.json``
     (transformers_utils/config.py), then ``compression_config``, then ``text_config`` (model_arch_config_convertor.py).
     """
-    candidates = _candidates(config, quant_config)
+    text = place(config, "text_config")
+    candidates = {
+        "config.json": config.get("quantization_config"),
+        "hf_quant_config.json": quant_config,
+        "config.json:compression_config": config.get("compression_config"),
+        "config.json:text_config": text.get("quantization_config"),
+    }
     sections = [_Section(source, value) for source, value in candidates.items() if isinstance(value, Mapping)]
-    top, inner = list(_top(config)), [(INNER.get(s.source, s.source), s.flat) for s in sections]
-    dtypes, blocks = list(_expert_dtypes([*top, *inner])), list(_blocks([*inner, *top]))
+    top, inner = (
+        [("config.json", config), ("config.json:text_config", text)],
+        [(INNER.get(s.source, s.source), s.flat) for s in sections],
+    )
+    # DeepSeek-V4 writes expert_dtype at the top level, V4.1 inside quantization_config
+    dtypes = [(where, found["expert_dtype"]) for where, found in (*top, *inner) if isinstance(found.get("expert_dtype"), str)]
+    blocks = list(_blocks([*inner, *top]))
     conflicts = [*_not_objects(candidates), *_contradicting(sections), *_dtype_conflicts(dtypes), *_block_conflicts(blocks)]
     block = next((b for b in blocks if b.sides), NO_BLOCK)
     dtype = dtypes[0][1] if dtypes else None
@@ -121,16 +133,6 @@ def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any]
         raw=read.raw,
         conflicts=(*conflicts, *_method_conflicts(read), *ignore_conflicts, *_quark_conflicts(read)),
     )
-
-
-def _candidates(config: Mapping[str, Any], quant_config: object) -> dict[str, object]:
-    text = config.get("text_config")
-    return {
-        "config.json": config.get("quantization_config"),
-        "hf_quant_config.json": quant_config,
-        "config.json:compression_config": config.get("compression_config"),
-        "config.json:text_config": text.get("quantization_config") if isinstance(text, Mapping) else None,
-    }
 
 
 def _not_objects(candidates: Mapping[str, object]) -> Iterator[Problem]:
@@ -186,13 +188,6 @@ def _weights(scheme: Mapping[str, Any]) -> str:
     return f"INT{element[2]}" if element[1] == "int" else f"{scaled}FP{element[2]}"
 
 
-def _expert_dtypes(places: list[_Place]) -> Iterator[tuple[str, str]]:
-    """Yield every ``expert_dtype`` with its place: DeepSeek-V4 writes it at the top level, V4.1 inside ``quantization_config``."""
-    for source, place in places:
-        if isinstance(value := place.get("expert_dtype"), str):
-            yield source, value
-
-
 def _dtype_conflicts(dtypes: list[tuple[str, str]]) -> Iterator[Problem]:
     for source, value in dtypes[1:]:
         if value != dtypes[0][1]:
@@ -213,8 +208,8 @@ NO_BLOCK = _Block("", "", None, None)
 
 def _blocks(places: list[_Place]) -> Iterator[_Block]:
     """Yield every block that is stated, those of one place in an order that does not depend on its keys'."""
-    for source, place in places:
-        scopes = [(place, (BLOCK,)), *((scheme, SCHEME_BLOCKS) for scheme in _schemes(place))]
+    for source, found in places:
+        scopes = [(found, (BLOCK,)), *((scheme, SCHEME_BLOCKS) for scheme in _schemes(found))]
         written = [(key, scope[key]) for scope, keys in scopes for key in keys if scope.get(key) is not None]
         blocks = (_Block(source, key, value, _sides(value, words=key != BLOCK)) for key, value in written)
         yield from sorted(blocks, key=lambda b: (b.sides or (0, 0), repr(b.value)))
@@ -239,12 +234,6 @@ def _block_conflicts(blocks: list[_Block]) -> Iterator[Problem]:
         if b.sides and any(f.sides for f in first) and b.source != first[0].source and b.sides not in [f.sides for f in first]:
             message = f"{b.key} is {b.value!r} here and {first[0].value!r} in {first[0].source}"
             yield Problem("quantization-conflict", message, where=b.source)
-
-
-def _top(config: Mapping[str, Any]) -> Iterator[_Place]:
-    yield "config.json", config
-    if isinstance(text := config.get("text_config"), Mapping):
-        yield "config.json:text_config", text
 
 
 def _contradicting(sections: list[_Section]) -> Iterator[Problem]:
@@ -286,14 +275,11 @@ def _ignore(flat: Mapping[str, Any], method: str | None) -> tuple[tuple[str, ...
     ]
     lists = {key: _names(value) for key, value in written.items()}
     key = next((k for k in keys if lists.get(k)), next((k for k in keys if k in lists), None))
-    chosen = lists.get(key, ()) if key else ()
+    chosen = lists[key] if key else ()
     for other, names in lists.items():
         if other != key and names and set(names) != set(chosen):
-            message, hint = (
-                f"{other} lists {len(names)} modules that servers do not read",
-                f"{method} is read with {' or '.join(keys)}",
-            )
-            problems.append(Problem("ignore-key-unread", message, other, hint))
+            message = f"{other} lists {len(names)} modules that servers do not read"
+            problems.append(Problem("ignore-key-unread", message, other, f"{method} is read with {' or '.join(keys)}"))
     return chosen, key, tuple(problems)
 
 

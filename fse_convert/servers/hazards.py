@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.formats import Format, StorageKind
-from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.formats import E8M0_DTYPES, StorageKind
+from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import FP8_METHODS
 from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
@@ -26,6 +26,7 @@ from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import Target
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 
+FP8, MXFP4, PLAIN = StorageKind.FP8_BLOCK, StorageKind.MXFP4, StorageKind.PLAIN
 OFF = f"serve with {SWITCH}=0"
 AS_F32 = "store the scales of routed and shared experts as F32, which holds every power of two as it is"
 
@@ -37,141 +38,122 @@ class Situation:
     subject: Subject
     target: Target | AiterTarget | SlotTarget
     layer: LayerDescription
+    routed: ExpertGroup
+    shared: ExpertGroup
     own: Verdict
-    question: AiterQuestion | None = None
+    question: AiterQuestion | None
 
     @property
-    def server(self) -> str:
-        """The server for people."""
-        return f"{self.target.engine} {self.target.release}"
-
-    @property
-    def is_vllm(self) -> bool:
-        """True for vLLM on any hardware."""
-        return self.target.engine.startswith("vLLM")
-
-    @property
-    def is_slots(self) -> bool:
-        """True for SGLang's slots, for a model whose gate is known."""
-        return self.is_sglang and self.own.outcome is not Outcome.UNKNOWN
-
-    @property
-    def is_sglang(self) -> bool:
+    def sglang(self) -> bool:
         """True for SGLang as it is asked for slots."""
         return isinstance(self.target, SlotTarget) and self.target.engine == "SGLang"
 
     @property
-    def method(self) -> str | None:
-        """The quantisation's method."""
-        return self.subject.quantization.method
+    def slots(self) -> bool:
+        """True for SGLang's slots, for a model whose gate is known."""
+        return self.sglang and self.own.outcome is not Outcome.UNKNOWN
 
     @property
-    def is_drafter(self) -> bool:
+    def quark(self) -> bool:
+        """True for a checkpoint by AMD Quark."""
+        return self.subject.quantization.method == "quark"
+
+    @property
+    def fp8(self) -> bool:
+        """True for a checkpoint in DeepSeek's own FP8."""
+        return self.subject.quantization.method in FP8_METHODS
+
+    @property
+    def drafter(self) -> bool:
         """True for a layer of the drafter."""
         return self.layer.layer.kind is LayerKind.MTP
 
     @property
     def by_slots(self) -> bool:
         """True where vLLM's check says that it puts this shared expert into a slot, as it is stored."""
-        ways = self.question is not None and not self.question.mega_moe and (self.is_drafter or not self.question.heterogeneous)
+        ways = self.question is not None and not self.question.mega_moe and (self.drafter or not self.question.heterogeneous)
         return ways and self.own.fused
 
     @property
-    def is_v4(self) -> bool:
+    def v4(self) -> bool:
         """True where an AITER target runs DeepSeek-V4's class."""
         return self.question is not None and self.question.family.v4
 
     @property
-    def is_v41(self) -> bool:
+    def v41(self) -> bool:
         """True where an AITER target runs DeepSeek-V4.1's class."""
         return self.question is not None and self.question.family.name == "DeepSeek-V4.1"
 
-    def since(self, release: str) -> bool:
-        """Tell whether the server is of this release or later."""
-        return is_since(self.target.release, release)
+    @property
+    def one_format(self) -> bool:
+        """True where a slot could hold the shared expert; MXFP4 is loaded under either label of its bytes."""
+        return self.routed.stored_like(self.shared) or (_is(self.routed, MXFP4) and _is(self.shared, MXFP4))
 
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """One way to fail. ``applies`` gets a layer whose experts are understood; the server's name stands before the ``message``."""
+    """One way to fail. The server's name stands before the ``message``."""
 
     code: str
     message: str
     hint: str
     source: str
-    applies: Callable[[Situation, ExpertGroup, ExpertGroup], bool]
+    applies: Callable[[Situation], bool]
 
 
-def endangered(situation: Situation) -> Verdict:
-    """Return the verdict of the server's check, or that following it is unsafe."""
-    own, routed, shared = situation.own, situation.layer.routed, situation.layer.shared
+def endangered(
+    subject: Subject,
+    target: Target | AiterTarget | SlotTarget,
+    layer: LayerDescription,
+    own: Verdict,
+    question: AiterQuestion | None = None,
+) -> Verdict:
+    """Return the verdict of the server's check, or that following it is unsafe; of experts that are understood."""
     pathless = own.outcome is Outcome.REFUSED and any(r.code == "model-unsupported" for r in own.reasons)
-    if routed is None or shared is None or pathless:
+    if layer.routed is None or layer.shared is None or pathless:
         return own
-    rows = [h for h in HAZARDS if h.applies(situation, routed, shared)]
-    if not rows:
-        rows = [h for h in LAST if h.applies(situation, routed, shared)]
+    situation = Situation(subject, target, layer, layer.routed, layer.shared, own, question)
+    rows = [h for h in HAZARDS if h.applies(situation)] or [h for h in LAST if h.applies(situation)]
     if not rows:
         return own
-    reasons = (Reason(h.code, f"{situation.server} {h.message}", hint=h.hint) for h in rows)
+    reasons = (Reason(h.code, f"{target.engine} {target.release} {h.message}", hint=h.hint) for h in rows)
     if own.outcome in (Outcome.REFUSED, Outcome.ERROR):
         return Verdict(own.outcome, (*own.reasons, *reasons))
     return Verdict(Outcome.UNSAFE, (*(own.reasons if own.outcome is not Outcome.UNKNOWN else ()), *reasons))
-
-
-def _gate(group: ExpertGroup) -> Format:
-    return group.formats[Role.GATE]
 
 
 def _is(group: ExpertGroup, kind: StorageKind, *scales: str) -> bool:
     return any(f.kind is kind and (not scales or f.scale_dtype in scales) for f in group.formats.values())
 
 
-def _native_fp8(s: Situation) -> bool:
-    return s.method in FP8_METHODS
-
-
-def _expert_dtype_unread(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
-    stored = _gate(routed).kind.facts.expert_dtype
-    if s.question is None or not (s.is_v4 or s.is_v41) or s.question.quant.class_name != "DeepseekV4FP8Config":
+def _expert_dtype_unread(s: Situation) -> bool:
+    stored = s.routed.gate.kind.facts.expert_dtype
+    if s.question is None or not (s.v4 or s.v41) or s.question.quant.class_name != "DeepseekV4FP8Config":
         return False
     read = s.question.read("expert_dtype", "fp4")
     return not s.question.quant.from_quark and stored is not None and read in EXPERT_DTYPES and read != stored
 
 
-def _e8m0_experts(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
-    if not (s.is_vllm and _native_fp8(s) and _is(routed, StorageKind.FP8_BLOCK, "F8_E8M0", "U8")):
+def _e8m0_experts(s: Situation) -> bool:
+    if not (s.target.engine.startswith("vLLM") and s.fp8 and _is(s.routed, FP8, *E8M0_DTYPES)):
         return False
-    return (s.is_v4 or s.is_v41) if s.question else s.subject.description.model_type in V4_TYPES
+    return (s.v4 or s.v41) if s.question else s.subject.description.model_type in V4_TYPES
 
 
-def _e8m0_slot(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
-    both = _is(routed, StorageKind.FP8_BLOCK, "F32") and _is(shared, StorageKind.FP8_BLOCK, "F8_E8M0", "U8")
-    return both and s.by_slots and s.is_v4
-
-
-def _overlooked(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+def _overlooked(s: Situation) -> bool:
     quant = s.question.quant if s.question else None
     by_fp8 = quant is not None and quant.kind is VllmQuantKind.FP8 and not quant.from_quark
-    return by_fp8 and s.by_slots and s.is_v4 and _is(routed, StorageKind.MXFP4) and _gate(shared).scale == "scale"
+    return by_fp8 and s.by_slots and s.v4 and _is(s.routed, MXFP4) and s.shared.gate.scale == "scale"
 
 
-def _drafter(s: Situation, _: ExpertGroup, __: ExpertGroup) -> bool:
-    return s.is_drafter and s.by_slots and s.is_v4
+def _aiter_takes_no_block(s: Situation) -> bool:
+    return s.v41 and is_since(s.target.release, "0.31") and _is(s.routed, FP8)
 
 
-def _aiter_takes_no_block(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
-    return s.is_v41 and s.since("0.31") and _is(routed, StorageKind.FP8_BLOCK)
-
-
-def _no_redirect(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
-    return s.by_slots and bool(s.question and not s.question.family.slots) and not _aiter_takes_no_block(s, routed, shared)
-
-
-def _vllm_misreads(s: Situation, _: ExpertGroup, __: ExpertGroup) -> bool:
-    if s.question is None or s.question.quant.kind is not VllmQuantKind.QUARK or s.is_v41:
+def _vllm_misreads(s: Situation) -> bool:
+    if s.question is None or s.question.quant.kind is not VllmQuantKind.QUARK or s.v41:
         return False
-    k = s.layer.layer.index if s.is_drafter else None
+    k = s.layer.layer.index if s.drafter else None
     return bool(misread(s.question, s.subject.fp8_modules(s.layer.layer.name), k))
 
 
@@ -188,59 +170,33 @@ def misread(question: AiterQuestion, modules: tuple[str, ...], k: int | None = N
     return tuple(module for module, name in names.items() if is_fp4(quark_layer_config(name, found) or general))
 
 
-def _globbed(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+def _globbed(s: Situation) -> bool:
     exclude = s.subject.quantization.raw.get("exclude")
-    if not (s.by_slots and s.method == "quark" and _is(shared, StorageKind.PLAIN) and isinstance(exclude, list)):
+    if not (s.by_slots and s.quark and _is(s.shared, PLAIN) and isinstance(exclude, list)):
         return False
-    names = [projection.name for expert in shared.experts for projection in expert.projections.values()]
+    names = [projection.name for expert in s.shared.experts for projection in expert.projections.values()]
     globs = [entry for entry in exclude if isinstance(entry, str) and "*" in entry and not entry.startswith("re:")]
-    return not _is(routed, StorageKind.PLAIN) and any(fnmatchcase(name, entry) for name in names for entry in globs)
+    return not _is(s.routed, PLAIN) and any(fnmatchcase(name, entry) for name in names for entry in globs)
 
 
-def _stored_apart(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
-    return s.by_slots and not _one_format(routed, shared)
-
-
-def _one_format(routed: ExpertGroup, shared: ExpertGroup) -> bool:
-    """Tell whether a slot could hold the shared expert; MXFP4 is loaded under either label of its bytes."""
-    return routed.stored_like(shared) or (_is(routed, StorageKind.MXFP4) and _is(shared, StorageKind.MXFP4))
-
-
-def _not_mxfp4(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
+def _not_mxfp4(s: Situation) -> bool:
     """MegaMoE takes routed experts in MXFP4; the heterogeneous kernel also wants FP8 shared ones with E8M0 scales."""
     if s.question is None or s.by_slots or not s.own.fused:
         return False
-    fits = not s.question.heterogeneous or (_is(shared, StorageKind.FP8_BLOCK, "F8_E8M0") and _gate(shared).block == (128, 128))
-    return not (_is(routed, StorageKind.MXFP4) and fits)
+    fits = not s.question.heterogeneous or (_is(s.shared, FP8, "F8_E8M0") and s.shared.gate.block == (128, 128))
+    return not (_is(s.routed, MXFP4) and fits)
 
 
-def _typed_e8m0(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
-    typed = any(_is(group, StorageKind.MXFP4, "F8_E8M0") for group in (routed, shared))
-    return s.is_slots and s.method == "quark" and typed
-
-
-def _sglang_misreads(s: Situation, _: ExpertGroup, __: ExpertGroup) -> bool:
-    if not s.is_slots or s.method != "quark" or (s.is_drafter and s.layer.layer.index):
+def _sglang_misreads(s: Situation) -> bool:
+    if not (s.slots and s.quark) or (s.drafter and s.layer.layer.index):
         return False
-    read = SglangQuark.of(s.subject.quantization, s.subject.config, s.target.release, draft=s.is_drafter)
+    read = SglangQuark.of(s.subject.quantization, s.subject.config, s.target.release, draft=s.drafter)
     return bool(read.misread(s.subject.fp8_modules(s.layer.layer.name)))
 
 
-def _scale_lost(s: Situation, _: ExpertGroup, shared: ExpertGroup) -> bool:
-    return s.is_slots and _native_fp8(s) and s.own.fused and _is(shared, StorageKind.MXFP4, "F8_E8M0")
-
-
-def _small_blocks(s: Situation, routed: ExpertGroup, _: ExpertGroup) -> bool:
-    return s.is_slots and _native_fp8(s) and _is(routed, StorageKind.FP8_BLOCK) and _gate(routed).block == (32, 32)
-
-
-def _slot_stored_apart(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
-    return s.is_slots and s.method == "quark" and s.own.fused and not _one_format(routed, shared)
-
-
-def _unchecked_glm(s: Situation, routed: ExpertGroup, shared: ExpertGroup) -> bool:
-    apart = _is(routed, StorageKind.MXFP4) and _is(shared, StorageKind.PLAIN)
-    return s.is_sglang and s.method == "quark" and s.subject.description.model_type == "glm4_moe" and apart
+def _unchecked_glm(s: Situation) -> bool:
+    glm = s.sglang and s.quark and s.subject.description.model_type == "glm4_moe"
+    return glm and _is(s.routed, MXFP4) and _is(s.shared, PLAIN)
 
 
 V4_TYPES = ("deepseek_v4", "deepseek_v41")
@@ -267,7 +223,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "copies the shared expert's E8M0 scales as plain numbers into a slot whose scales are F32: its values are wrong",
         AS_F32,
         "0.30 models/deepseek_v4/amd/model.py:1240, 0.33 :1403",
-        _e8m0_slot,
+        lambda s: s.by_slots and s.v4 and _is(s.routed, FP8, "F32") and _is(s.shared, FP8, *E8M0_DTYPES),
     ),
     Hazard(
         "aiter-fp4-overlooked",
@@ -281,7 +237,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "loads no shared expert into a slot of the drafter: serving with the drafter raises a KeyError",
         f"{OFF}, or without the drafter",
         "0.29 models/deepseek_v4/amd/mtp.py:460, 0.30:463, 0.31:494, 0.32:499, 0.33 alike: no redirect of shared experts",
-        _drafter,
+        lambda s: s.drafter and s.by_slots and s.v4,
     ),
     Hazard(
         "aiter-fp8-block",
@@ -295,7 +251,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "says yes for DeepSeek-V4.1, whose loader puts no shared expert into a slot: loading raises an error",
         OFF,
         "0.33 models/deepseek_v41/amd/model.py:1015-1134 (KeyError), 0.31 and 0.32 alike, 0.30 (AssertionError)",
-        _no_redirect,
+        lambda s: s.by_slots and s.v41 and not _aiter_takes_no_block(s),
     ),
     Hazard(
         "quark-modules-misread",
@@ -316,7 +272,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "loads MXFP4 scales of Quark checkpoints only as U8 and skips these, typed F8_E8M0, without a word: values are wrong",
         "relabel the scales as U8; their bytes stay",
         "0.5.21 to 0.5.23 layers/quantization/quark, run",
-        _typed_e8m0,
+        lambda s: s.slots and s.quark and any(_is(group, MXFP4, "F8_E8M0") for group in s.layer.groups),
     ),
     Hazard(
         "quark-modules-misread",
@@ -330,21 +286,21 @@ HAZARDS: tuple[Hazard, ...] = (
         "takes the shared expert's MXFP4 scale for that of an FP8 weight and drops it: its values are wrong, and nothing is said",
         "serve without --enforce-shared-experts-fusion",
         "0.5.20 to 0.5.23 layers/moe/fused_moe_triton/layer.py:1069-1092",
-        _scale_lost,
+        lambda s: s.slots and s.fp8 and s.own.fused and _is(s.shared, MXFP4, "F8_E8M0"),
     ),
     Hazard(
         "sglang-block-32",
         "treats FP8 blocks as 128x128 on HIP with AITER, and with DeepEP, Mooncake or NIXL: there the values are wrong",
         "serve on CUDA with --moe-a2a-backend none, whose Triton kernels read 32x32 blocks",
         "0.5.20 layers/quantization/fp8.py:2956, 0.5.23:3454-3459; layers/moe/moe_runner/deep_gemm.py:312-334",
-        _small_blocks,
+        lambda s: s.slots and s.fp8 and _is(s.routed, FP8) and s.routed.gate.block == (32, 32),
     ),
     Hazard(
         "slot-storage-differs",
         "takes the shared expert for MXFP4 by the config and puts it, stored otherwise, into an MXFP4 slot",
         "serve without --enforce-shared-experts-fusion",
         "0.5.23 layers/quantization/quark/quark.py:1260 (can_fuse_shared_expert reads the config alone)",
-        _slot_stored_apart,
+        lambda s: s.slots and s.quark and s.own.fused and not s.one_format,
     ),
     Hazard(
         "slot-unchecked",
@@ -361,7 +317,7 @@ LAST: tuple[Hazard, ...] = (
         "is told by the config that routed and shared experts are alike, but they are stored otherwise: the load fails or is wrong",
         OFF,
         "the check reads configs only (ROCm/ATOM#958)",
-        _stored_apart,
+        lambda s: s.by_slots and not s.one_format,
     ),
     Hazard(
         "aiter-storage-differs",

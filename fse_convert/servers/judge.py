@@ -14,9 +14,9 @@ from enum import Enum
 from fse_convert.errors import Problem, UsageError
 from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
-from fse_convert.servers.hazards import Situation, endangered
+from fse_convert.servers.hazards import endangered
 from fse_convert.servers.naming import find_named
-from fse_convert.servers.native import LaunchWidths, target_verdict
+from fse_convert.servers.native import LaunchWidths, kernel_verdict, native_verdict
 from fse_convert.servers.scales import with_scales
 from fse_convert.servers.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
 from fse_convert.servers.subject import Subject
@@ -42,6 +42,7 @@ class Question(str, Enum):
 
 
 AnyTarget = Target | AiterTarget | SlotTarget
+QUESTIONS = {Target: Question.NATIVE, AiterTarget: Question.AITER, SlotTarget: Question.SLOTS}
 ALL_TARGETS: tuple[AnyTarget, ...] = (*TARGETS, *AITER_TARGETS, *SLOT_TARGETS)
 """Every target that `judge` knows, in the order in which answers come."""
 
@@ -83,56 +84,35 @@ def judge(checkpoint: Subject) -> tuple[Answer, ...]:
     return tuple(_answer(checkpoint, target) for target in ALL_TARGETS)
 
 
-def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
-    if not checkpoint.description.layers:
-        question = {Target: Question.NATIVE, AiterTarget: Question.AITER, SlotTarget: Question.SLOTS}[type(target)]
-        unknown = checkpoint.description.unknown
-        return _put_together(target, question, (), not_understood((unknown,)) if unknown else whole(()))
-    if isinstance(target, Target):
-        return _native(checkpoint, target)
-    if isinstance(target, AiterTarget):
-        return _aiter(checkpoint, target)
-    return _slots(checkpoint, target)
-
-
 def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, widths: LaunchWidths | None = None) -> Verdict:
     """Judge one layer natively, with what is known of its F32 scales and of the server's loader; a contract by the kernel alone.
 
     ``widths``: those that padding would give the layer; its own without them.
     """
-    verdict = target_verdict(layer, target, checkpoint.config, widths)
-    rounds = "" if target.is_contract else target.title
-    verdict = with_scales(layer, verdict, checkpoint.scales, rounds)
-    return verdict if target.is_contract else endangered(Situation(checkpoint, target, layer, verdict))
+    if target.is_contract:
+        return with_scales(layer, kernel_verdict(layer, target.contract, target.pairings, widths), checkpoint.scales)
+    verdict = native_verdict(layer, target, checkpoint.config, widths)
+    return endangered(checkpoint, target, layer, with_scales(layer, verdict, checkpoint.scales, target.title))
 
 
-def _native(checkpoint: Subject, target: Target) -> Answer:
-    verdicts = tuple(native_layer(checkpoint, target, d) for d in checkpoint.description.layers)
-    return _put_together(target, Question.NATIVE, verdicts, whole(verdicts))
-
-
-def _slots(checkpoint: Subject, target: SlotTarget) -> Answer:
-    layers = checkpoint.description.layers
-    own = slot_verdicts(checkpoint, target)
-    verdicts = tuple(endangered(Situation(checkpoint, target, d, v)) for d, v in zip(layers, own, strict=True))
-    return _put_together(target, Question.SLOTS, verdicts, whole(verdicts), slot_notes(checkpoint.description, target, verdicts))
-
-
-def _aiter(checkpoint: Subject, target: AiterTarget) -> Answer:
-    layers = checkpoint.description.layers
+def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
+    description, layers = checkpoint.description, checkpoint.description.layers
+    if not layers:
+        return _put_together(target, (), not_understood((description.unknown,)) if description.unknown else whole(()))
+    if isinstance(target, Target):
+        verdicts = tuple(native_layer(checkpoint, target, d) for d in layers)
+        return _put_together(target, verdicts, whole(verdicts))
+    if isinstance(target, SlotTarget):
+        own = slot_verdicts(checkpoint, target)
+        verdicts = tuple(endangered(checkpoint, target, d, v) for d, v in zip(layers, own, strict=True))
+        return _put_together(target, verdicts, whole(verdicts), slot_notes(description, target, verdicts))
     question = ask_aiter(checkpoint.config, checkpoint.quant_config, checkpoint.quantization, target)
     if isinstance(question, Verdict):
-        return _put_together(target, Question.AITER, (question,) * len(layers), question)
+        return _put_together(target, (question,) * len(layers), question)
     own = tuple(judge_layer(question, d) for d in layers)
-    verdicts = tuple(endangered(Situation(checkpoint, target, d, v, question)) for d, v in zip(layers, own, strict=True))
-    return _put_together(
-        target,
-        Question.AITER,
-        verdicts,
-        _in_spite_of(judge_whole(layers, own), verdicts),
-        notes(question, layers, verdicts),
-        question.conditions,
-    )
+    verdicts = tuple(endangered(checkpoint, target, d, v, question) for d, v in zip(layers, own, strict=True))
+    model = _in_spite_of(judge_whole(layers, own), verdicts)
+    return _put_together(target, verdicts, model, notes(question, layers, verdicts), question.conditions)
 
 
 def _in_spite_of(model: Verdict, layers: Sequence[Verdict]) -> Verdict:
@@ -145,7 +125,6 @@ def _in_spite_of(model: Verdict, layers: Sequence[Verdict]) -> Verdict:
 
 def _put_together(
     target: AnyTarget,
-    question: Question,
     layers: tuple[Verdict, ...],
     model: Verdict,
     notes: tuple[Reason, ...] = (),
@@ -153,7 +132,7 @@ def _put_together(
 ) -> Answer:
     return Answer(
         name=target.name,
-        question=question,
+        question=QUESTIONS[type(target)],
         engine=target.engine,
         release=target.release,
         started_with=", ".join((target.started_with, *conditions)),

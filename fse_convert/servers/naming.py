@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Protocol, TypeVar
 
@@ -41,7 +41,7 @@ def find_named(name: str, rows: Iterable[Row], where: str = "--target") -> Row:
     found = next((row for row in listed if row.name == wanted), None) or _by_version(name, wanted, listed, where)
     if found:
         return found
-    meant = next(_corrected(wanted, listed), None)
+    meant = _corrected(wanted, listed)
     hint = f"did you mean {meant.name}?" if meant else "see: fse-convert targets"
     raise UsageError(Problem("target-unknown", f"no target {name!r}", where, hint))
 
@@ -99,8 +99,8 @@ def _unknown_release(name: str, version: str, rows: Sequence[Named], where: str)
     return Problem("target-unknown", message, where, hint)
 
 
-def _corrected(wanted: str, rows: Sequence[Row]) -> Iterator[Row]:
-    """Yield the row that is meant if only letters are wrong: another release is never proposed."""
+def _corrected(wanted: str, rows: Sequence[Row]) -> Row | None:
+    """Return the row that is meant if only letters are wrong: another release is never proposed."""
     numbers = re.findall(r"\d+", wanted)
     by_name = {row.name: row for row in rows if re.findall(r"\d+", row.name) == numbers}
-    yield from (by_name[close] for close in get_close_matches(wanted, by_name, n=1))
+    return next((by_name[close] for close in get_close_matches(wanted, by_name, n=1)), None)

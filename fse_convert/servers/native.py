@@ -13,6 +13,7 @@ from typing import Any
 
 from fse_convert.layout.sizes import round_up
 from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.families import SECTIONS, place
 from fse_convert.model.formats import E8M0_DTYPES, Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.servers.subject import class_names, vllm_class_names
@@ -56,9 +57,10 @@ def native_verdict(
         return because(Outcome.UNFUSED, "server-no-fusion", f"{server} keeps this model's shared expert beside MegaMoE")
     if target.model_types and model_type not in target.model_types:
         return because(Outcome.REFUSED, "model-unsupported", f"{server} has no MegaMoE path for model type {model_type!r}")
-    unknown = unknown_class((vllm_class_names if target.engine == "vLLM" else class_names)(config), target.classes, server)
-    if unknown:
-        return unknown
+    names = vllm_class_names(config) if target.engine == "vLLM" else class_names(config)
+    if names and target.classes and not target.classes.intersection(names):  # without names the model type decides
+        message = f"{server} has no model class {names[0]} with a MegaMoE path"
+        return because(Outcome.REFUSED, "model-unsupported", message)
     groups = _launch_groups(layer)
     if isinstance(groups, Verdict):
         return groups
@@ -75,26 +77,6 @@ def native_verdict(
         *_format_reasons(routed, shared, target.pairings),
         *_loader_reasons(shared, at, target),
     )
-
-
-def unknown_class(names: tuple[str, ...], classes: frozenset[str], server: str) -> Verdict | None:
-    """Refuse a checkpoint that asks for model classes of which the server has none; without names its model type decides."""
-    if not classes or not names or classes & set(names):
-        return None
-    message = f"{server} has no model class {names[0]} with a MegaMoE path"
-    return because(Outcome.REFUSED, "model-unsupported", message)
-
-
-def target_verdict(
-    layer: LayerDescription, target: Target, config: Mapping[str, Any], widths: LaunchWidths | None = None
-) -> Verdict:
-    """Judge a layer by a row of the table: a bare contract by the kernel alone, a server by all that it asks.
-
-    ``widths``: those that the standard layout has after padding; the layer's own without them.
-    """
-    if target.is_contract:
-        return kernel_verdict(layer, target.contract, target.pairings, widths)
-    return native_verdict(layer, target, config, widths)
 
 
 def _verdict(*reasons: Reason) -> Verdict:
@@ -130,11 +112,8 @@ def server_config_value(config: Mapping[str, Any], key: str) -> object:
     V4.1 nests its text model, and writes ``expert_dtype`` into ``quantization_config`` (vLLM 0.33
     transformers_utils/configs/deepseek_v41.py:11-50).
     """
-    places = [config, config.get("text_config")]
-    if key == "expert_dtype":
-        places.append(config.get("quantization_config"))
-    values = (place[key] for place in places if isinstance(place, Mapping) and place.get(key) is not None)
-    return next(values, None)
+    sections = (*SECTIONS, "quantization_config") if key == "expert_dtype" else SECTIONS
+    return next((value for name in sections if (value := place(config, name).get(key)) is not None), None)
 
 
 def _config_refusals(config: Mapping[str, Any], target: Target) -> Iterator[Reason]:
@@ -147,7 +126,7 @@ def _config_refusals(config: Mapping[str, Any], target: Target) -> Iterator[Reas
 
 
 def _server_refusals(routed: ExpertGroup, at: LaunchWidths, target: Target) -> Iterator[Reason]:
-    kind = routed.formats[Role.GATE].kind
+    kind = routed.gate.kind
     hidden_multiple = max(target.hidden_multiple, target.contract.hidden_multiple)
     multiple, hidden_multiple = target.multiples.get(kind, (target.contract.width_multiple, hidden_multiple))
     if at.routed % multiple:
@@ -180,7 +159,7 @@ def _format_reasons(routed: ExpertGroup, shared: ExpertGroup, pairings: Pairings
         allowed = ", ".join(k.value for k in pairings)
         yield Reason("routed-format", f"routed experts are {routed.label}; the launch takes {allowed} with E8M0 scales")
         return
-    allowed_shared = pairings[routed.formats[Role.GATE].kind]
+    allowed_shared = pairings[routed.gate.kind]
     if not allowed_shared:
         yield Reason("shared-format", f"beside {routed.label} experts the launch takes no shared expert")
         return

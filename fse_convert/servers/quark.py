@@ -7,29 +7,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from fse_convert.model.quantization import Quantization
+from fse_convert.servers.aiter.families import NO_RENAMES
 from fse_convert.servers.aiter.patterns import Renames
+from fse_convert.servers.aiter.vllm_config import is_since
 
 _NAMES = Renames(
     substrings=((".attn.", ".self_attn."), (".ffn.", ".mlp.")),
     prefixes=(("layers.", "model.layers."), ("mtp.", "model.mtp.")),
     suffixes=((".w1", ".gate_proj"), (".w2", ".down_proj"), (".w3", ".up_proj")),
 )
-_DRAFT_NAMES = Renames(
-    substrings=_NAMES.substrings,
-    prefixes=(
-        ("mtp.0.e_proj", "model.e_proj"),
-        ("mtp.0.h_proj", "model.h_proj"),
-        ("mtp.0.", "model.decoder."),
-        *_NAMES.prefixes,
-    ),
-    suffixes=_NAMES.suffixes,
-)
+_DRAFT_PREFIXES = (("mtp.0.e_proj", "model.e_proj"), ("mtp.0.h_proj", "model.h_proj"), ("mtp.0.", "model.decoder."))
+_DRAFT_NAMES = replace(_NAMES, prefixes=(*_DRAFT_PREFIXES, *_NAMES.prefixes))
 _FIRST_LAYER = ("model.layers.0", "model.language_model.layers.0")
 _DRAFT = ("model.decoder",)
 _PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
@@ -62,23 +56,24 @@ class SglangQuark:
     @classmethod
     def of(cls, quantization: Quantization, config: Mapping[str, Any], release: str, *, draft: bool) -> SglangQuark:
         """Take the config as a release reads it."""
-        renames = [int(n) for n in release.split(".")] >= [int(n) for n in RENAMED_SINCE.split(".")]
-        return cls(quantization.raw, config, renames=renames, draft=draft)
+        return cls(quantization.raw, config, renames=is_since(release, RENAMED_SINCE), draft=draft)
 
     @property
     def _names(self) -> Renames:
         return _DRAFT_NAMES if self.draft else _NAMES
 
     @property
-    def _specs(self) -> Mapping[str, Mapping[str, Any]]:
-        found = specs(self.raw.get("layer_quant_config"))
-        return self._names.apply_keys(found) if self.renames else found
+    def _config_names(self) -> Renames:
+        return self._names if self.renames else NO_RENAMES
 
     @property
-    def _exclude(self) -> Iterator[str]:
+    def _specs(self) -> Mapping[str, Mapping[str, Any]]:
+        return self._config_names.apply_keys(specs(self.raw.get("layer_quant_config")))
+
+    @property
+    def _exclude(self) -> tuple[str, ...]:
         entries = self.raw.get("exclude")
-        names = (e for e in entries if isinstance(e, str)) if isinstance(entries, list) else iter(())
-        return (self._names.apply(name) if self.renames else name for name in names)
+        return self._config_names.apply_all(e for e in entries if isinstance(e, str)) if isinstance(entries, list) else ()
 
     def spec(self, module: str) -> object:
         """Return the scheme of a module by its name in the server: the first pattern that fits, a child's, else the global."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.formats import StorageKind
-from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.moe import LayerKind
 from fse_convert.servers.quark import SglangQuark
 from fse_convert.servers.subject import Subject, class_names
 from fse_convert.servers.targets import TARGETS
@@ -108,7 +108,7 @@ def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subj
     if layer.shared.width != layer.routed.width:
         message = f"the shared expert is {layer.shared.width} wide, a routed one {layer.routed.width}: it fits no slot"
         return because(Outcome.UNFUSED, "slot-width", message)
-    routed, shared = layer.routed.formats[Role.GATE].kind, layer.shared.formats[Role.GATE].kind
+    routed, shared = layer.routed.gate.kind, layer.shared.gate.kind
     requantised = target.requantises and routed is StorageKind.MXFP4 and shared is StorageKind.FP8_BLOCK
     unseen = target.requantises and checkpoint.quantization.method == "quark"  # the gate above read the config alone
     if requantised or unseen or not _stored_apart(layer):

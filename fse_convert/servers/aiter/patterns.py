@@ -124,14 +124,14 @@ def listed(name: str, patterns: Sequence[str], packed: Packed) -> bool:
     if _matches_any(name, patterns):
         return True
     parts = shards(name, packed)
-    if parts is None:
-        return False
-    by_shard = [_matches_any(part, patterns) for part in parts]
+    differ = f"Found different quantization schemes for the shards of {name}. vLLM requires all to use the same scheme."
+    return parts is not None and _all_or_none([_matches_any(part, patterns) for part in parts], differ)
+
+
+def _all_or_none(by_shard: Sequence[bool], differ: str) -> bool:
+    """Return what holds for every shard of a projection; raises ServerError with ``differ`` where it holds for some."""
     if any(by_shard) and not all(by_shard):
-        raise ServerError(
-            f"Found different quantization schemes for the shards of {name}. vLLM requires all to use the same scheme.",
-            "aiter-shards-differ",
-        )
+        raise ServerError(differ, "aiter-shards-differ")
     return all(by_shard)
 
 
@@ -146,10 +146,8 @@ def quark_layer_config(name: str, configs: Mapping[str, Any]) -> Any:
     ``get_layer_quant_config_from_name`` of quantization/quark/quark.py: the first entry wins; without a ``*`` the
     module's name has to be part of the entry's, not the other way round, and ``re:`` means nothing.
     """
-    for pattern, config in configs.items():
-        if fnmatchcase(name, pattern) if "*" in pattern else name in pattern:
-            return config
-    return None
+    fitting = (config for key, config in configs.items() if (fnmatchcase(name, key) if "*" in key else name in key))
+    return next(fitting, None)
 
 
 def fp8_skipped(name: str, ignored: Sequence[str], packed: Packed) -> bool:
@@ -160,15 +158,8 @@ def fp8_skipped(name: str, ignored: Sequence[str], packed: Packed) -> bool:
     """
     parts = shards(name, packed)
     if parts is not None:
-        if name in ignored:
-            return True
-        skipped = [part in ignored for part in parts]
-        if any(skipped) and not all(skipped):
-            raise ServerError(
-                f"Detected some but not all shards of {name} are quantized. All shards of fused layers to have the same precision.",
-                "aiter-shards-differ",
-            )
-        return all(skipped)
+        differ = f"Detected some but not all shards of {name} are quantized. All shards of fused layers to have the same precision."
+        return name in ignored or _all_or_none([part in ignored for part in parts], differ)
     if "experts" in name:
         return any(name in entry for entry in ignored)
     return name in ignored
@@ -179,11 +170,8 @@ def modelopt_excluded(name: str, excluded: Sequence[str], packed: Packed) -> boo
 
     ``is_layer_excluded`` of quantization/modelopt.py.
     """
-    if not excluded:
-        return False
-    if fp8_skipped(name, excluded, packed):
-        return True
-    return any((entry != name and entry in name) or fnmatchcase(name, entry) for entry in excluded)
+    partly = ((entry != name and entry in name) or fnmatchcase(name, entry) for entry in excluded)
+    return fp8_skipped(name, excluded, packed) or any(partly)
 
 
 def modelopt_entries(excluded: Iterable[str]) -> list[str]:

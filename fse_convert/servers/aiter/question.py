@@ -13,13 +13,13 @@ has that backend; V4.1's switches it off (0.33 models/deepseek_v41/amd/model.py:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fse_convert.model.description import STACKED, LayerDescription
 from fse_convert.model.formats import StorageKind
-from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.families import find_aiter_family
 from fse_convert.servers.aiter.heterogeneous import judge_heterogeneous
@@ -38,8 +38,6 @@ MEGA_MOE = (
     "DP with EP, --all2all-backend mori_*, no EPLB"
 )
 """Flags and hardware that 0.33 models/deepseek_v4/amd/model.py:552-582 asks for."""
-
-
 HETEROGENEOUS = "gfx950, TP 8, no EP, EPLB, DP or PCP, --moe-backend aiter, BF16, no weight offloading"
 """What 0.33 models/deepseek_v4/amd/model.py:232-300 asks of the machine (0.30:217-285 the same)."""
 
@@ -67,19 +65,15 @@ class AiterTarget:
         return f"{SWITCHES}, {more}" if more else SWITCHES
 
 
-def _others() -> Iterator[AiterTarget]:
-    for name, release in RELEASES.items():
-        if release.mega_moe:
-            yield AiterTarget(f"vllm-{name}-aiter-mega", release, mega_moe=True)
-    for name, release in RELEASES.items():
-        if release.heterogeneous:
-            source = "models/deepseek_v4/amd/model.py (_heterogeneous_shared_expert_enabled)"
-            yield AiterTarget(f"vllm-{name}-aiter-fhmoe", release, heterogeneous=True, source=source)
-
-
+FHMOE_SOURCE = "models/deepseek_v4/amd/model.py (_heterogeneous_shared_expert_enabled)"
 AITER_TARGETS: tuple[AiterTarget, ...] = (
-    *(AiterTarget(f"vllm-{name}-aiter", release) for name, release in RELEASES.items()),
-    *_others(),
+    *(AiterTarget(f"vllm-{n}-aiter", r) for n, r in RELEASES.items()),
+    *(AiterTarget(f"vllm-{n}-aiter-mega", r, mega_moe=True) for n, r in RELEASES.items() if r.mega_moe),
+    *(
+        AiterTarget(f"vllm-{n}-aiter-fhmoe", r, heterogeneous=True, source=FHMOE_SOURCE)
+        for n, r in RELEASES.items()
+        if r.heterogeneous
+    ),
 )
 
 
@@ -205,7 +199,7 @@ def judge_model(layers: Iterable[Verdict]) -> Verdict:
 def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
     """Say where loading changes numbers: shared experts requantised to MXFP4."""
     fused = (d.shared for d, v in zip(layers, verdicts, strict=True) if v.fused and d.shared)
-    changed = [shared for shared in fused if shared.formats[Role.GATE].kind is not StorageKind.MXFP4]
+    changed = [shared for shared in fused if shared.gate.kind is not StorageKind.MXFP4]
     if not question.mega_moe or not changed:
         return ()
     message = f"vLLM requantises the shared experts of {len(changed)} layers to MXFP4 while loading"

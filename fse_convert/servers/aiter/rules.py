@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fse_convert.model.families import SECTIONS, place
 from fse_convert.servers.aiter.families import NO_RENAMES, AiterFamily
 from fse_convert.servers.aiter.patterns import (
     NotFusedError,
@@ -59,9 +60,8 @@ class AiterQuestion:
     @property
     def decoder_layers(self) -> int | None:
         """The number of decoder layers, which models inside of others write into ``text_config``; None where it stands nowhere."""
-        text = self.config.get("text_config")
-        places = (place for place in (self.config, text) if isinstance(place, Mapping))
-        return next((value for place in places if isinstance(value := place.get("num_hidden_layers"), int)), None)
+        written = (place(self.config, name).get("num_hidden_layers") for name in SECTIONS)
+        return next((value for value in written if isinstance(value, int)), None)
 
     @property
     def packed(self) -> Packed:
@@ -78,16 +78,12 @@ class AiterQuestion:
 
         vllm/transformers_utils/configs/deepseek_v41.py; it also takes ``expert_dtype`` out of ``quantization_config``.
         """
-        text = self.config.get("text_config")
         places = [self.config]
-        if self.family.flat and isinstance(text, Mapping):
-            places.append(text)
+        if self.family.flat:
+            places.append(place(self.config, "text_config"))
         if self.family.flat and key == "expert_dtype":
             places.append(self.read("quantization_config") or {})
-        for place in places:
-            if key in place:
-                return place[key]
-        return default
+        return next((found[key] for found in places if key in found), default)
 
 
 @dataclass(frozen=True, slots=True)

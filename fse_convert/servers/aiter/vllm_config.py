@@ -15,9 +15,11 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from fse_convert.model.quantization import Quantization
+from fse_convert.model.quantization import MODELOPT, Quantization
 from fse_convert.servers.aiter.patterns import ServerError, UnclearError, VerdictError
 from fse_convert.servers.verdict import Verdict
+
+_IN_FILE = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class VllmRelease:
     * ``mxfp8``: there is a rule for ModelOpt MXFP8.
     * ``exclude_by_name``: any Quark exclude with the word "shared_expert" counts, whatever it matches.
     * ``modelopt_exclude``: the keys of config.json that list what ModelOpt leaves out (modelopt.py).
-    * ``modelopt_mixed_file``: ``hf_quant_config.json`` may say MIXED_PRECISION (model_arch_config_convertor.py).
+    * ``modelopt_file``: what ``hf_quant_config.json`` may say as ``quant_algo`` (model_arch_config_convertor.py).
     * ``mtp_names``: DeepSeek-V4's drafter re-keys entries for ``mtp.N`` (``align_mtp_quant_config``).
     """
 
@@ -49,7 +51,7 @@ class VllmRelease:
     mxfp8: bool = False
     exclude_by_name: bool = False
     modelopt_exclude: tuple[str, ...] = ("ignore",)
-    modelopt_mixed_file: bool = False
+    modelopt_file: tuple[str, ...] = _IN_FILE
     mtp_names: bool = False
 
 
@@ -68,7 +70,7 @@ RELEASES: Mapping[str, VllmRelease] = {
             mega_moe=True,
             mxfp8=True,
             modelopt_exclude=("ignore", "exclude_modules"),
-            modelopt_mixed_file=True,
+            modelopt_file=(*_IN_FILE, "MIXED_PRECISION"),
             mtp_names=True,
         ),
     )
@@ -151,10 +153,6 @@ METHODS = [
     "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "mxfp8",
 ]
 """Every method name of 0.33, in its order (``QUANTIZATION_METHODS``)."""
-
-MODELOPT_ALGOS = [
-    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION",
-]
 # fmt: on
 
 DEEPSEEK_V4_TYPES = ("deepseek_v4",)
@@ -224,17 +222,9 @@ def _modelopt_file_method(raw: Mapping[str, Any], release: VllmRelease) -> str |
     algo = as_mapping(inner, "quantization").get("quant_algo")
     if algo is None:
         return None
-    methods = {
-        "FP8": "modelopt",
-        "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
-        "FP8_PB_WO": "modelopt",
-        "NVFP4": "modelopt_fp4",
-    }
-    if release.modelopt_mixed_file:
-        methods["MIXED_PRECISION"] = "modelopt_mixed"
-    if str(algo).upper() not in methods:
+    if str(algo).upper() not in release.modelopt_file:
         raise ConfigRefusedError(f"Unknown ModelOpt quant algo: {algo}")
-    return methods[str(algo).upper()]
+    return MODELOPT[str(algo).upper()][0]
 
 
 def _override(written: str, raw: Mapping[str, Any], model_type: str, release: VllmRelease) -> str | None:
@@ -336,9 +326,9 @@ def _mxfp8(raw: Mapping[str, Any], release: VllmRelease) -> tuple[Any, ...]:
         raise ConfigRefusedError("Missing 'quant_algo' in quantization config")
     if not isinstance(exclude, list):
         raise ConfigRefusedError(f"exclude_modules must be a list, got {type(exclude)}")
-    if str(algo).upper() not in MODELOPT_ALGOS:
+    if str(algo).upper() not in MODELOPT:
         raise ConfigRefusedError(
-            f"ModelOpt currently only supports: {MODELOPT_ALGOS} quantizations in vLLM. Please check the "
+            f"ModelOpt currently only supports: {list(MODELOPT)} quantizations in vLLM. Please check the "
             "`hf_quant_config.json` file for your model's quant configuration."
         )
     if missing:
