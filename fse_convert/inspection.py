@@ -80,7 +80,7 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     broken = folded((*reading.problems, *(p for p in problems if p.code not in NOT_UNDERSTOOD)))
     unsupported = folded(p for p in problems if p.code in NOT_UNDERSTOOD)
     conflicts = description.conflicts if {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread) else ()
-    answers = tuple(_settled(a, broken, unsupported, conflicts) for a in judge(about))
+    answers = tuple(_without_false_yes(a, broken, unsupported, conflicts) for a in judge(about))
     return Inspection(
         checkpoint,
         about,
@@ -88,15 +88,17 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
         costs(description, serving, widths) if description.widths else None,
         advise(about, answers, plans, serving.tp, place=folder.label if isinstance(folder, LocalFolder) else "CHECKPOINT"),
         broken,
-        folded(p for p in problems if p.code in NOT_UNDERSTOOD),
+        unsupported,
         conflicts,
         checkpoint.notes,
         reading.converted,
     )
 
 
-def _settled(answer: Answer, broken: Sequence[Problem], unsupported: Sequence[Problem], conflicts: Sequence[Problem]) -> Answer:
-    """Withdraw a yes to a checkpoint that is broken or not understood, or that a server which believes its config cannot load."""
+def _without_false_yes(
+    answer: Answer, broken: Sequence[Problem], unsupported: Sequence[Problem], conflicts: Sequence[Problem]
+) -> Answer:
+    """Replace fused by unknown where the checkpoint is broken or not understood, by unsafe where its config would not load it."""
     unloadable = tuple(Problem(c.code, str(c), hint=c.hint) for c in conflicts if c.code in LOAD_CONFLICTS)
     if broken:
         message = "the checkpoint is broken: what a server makes of it is known once it is mended"

@@ -19,7 +19,7 @@ import xxhash
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo
-from fse_convert.checkpoint.kinds import is_editable
+from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.reader import Shard, read_checkpoint
 from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment, naming, some

@@ -1,4 +1,4 @@
-"""Names that move when a release is added to the tables: a new row must need no other edit, of tests neither."""
+"""Names that move when a release is added to the tables, for tests that say nothing of one release."""
 
 from __future__ import annotations
 

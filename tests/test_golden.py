@@ -118,7 +118,9 @@ def converted(source: Path, out: Path, options: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SOURCES)
 def test_inspections_are_those_of_0_1_0(name: str, made: Callable[..., Path]) -> None:
     kind, knobs = SOURCES[name]
-    assert inspected(made(kind, **knobs)) == json.loads(GOLDEN.read_text())[name]["inspect"]
+    found, golden = inspected(made(kind, **knobs)), json.loads(GOLDEN.read_text())[name]["inspect"]
+    found["verdicts"] = {target: found["verdicts"][target] for target in golden["verdicts"]}  # releases may be added
+    assert found == golden
 
 
 @pytest.mark.parametrize("options", OPTIONS)

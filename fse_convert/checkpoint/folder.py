@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
-from fse_convert.checkpoint.kinds import Kind, find_clutter
+from fse_convert.checkpoint.left_out import Kind, find_clutter
 from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, naming, some
 
 LARGEST_WHOLE = 256 << 20

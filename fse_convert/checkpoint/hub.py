@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from fse_convert.checkpoint.kinds import Kind, find_clutter
+from fse_convert.checkpoint.left_out import Kind, find_clutter
 from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, UsageError
 
 SCHEME = "hf://"

@@ -12,7 +12,7 @@ from typing import Any
 
 from fse_convert.checkpoint.folder import Folder
 from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_HINT, LFS_POINTER, Header, TensorInfo, header_length, parse_header
-from fse_convert.checkpoint.kinds import ADAPTERS, INDEXES, OTHER_FORMATS, SLICE, Kind, beside, notes
+from fse_convert.checkpoint.left_out import ADAPTERS, INDEXES, OTHER_FORMATS, SLICE, Kind, beside, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, QUANT_CONFIG, SIDECAR, SUFFIX, natural_key
 from fse_convert.checkpoint.unlisted import judge_unlisted
 from fse_convert.errors import InvalidCheckpoint, Problem, some
@@ -299,7 +299,7 @@ class _CheckpointReader:
         tensors: dict[str, TensorInfo] = {}
         for shard in shards:
             twice = [t.name for t in shard.header.tensors if t.name in tensors]
-            if twice and INDEX not in self.unread:  # which would tell leftovers
+            if twice and INDEX not in self.unread:  # without an index, leftovers cannot be told from duplicates
                 first = tensors[twice[0]].shard
                 hint = "a server takes whichever it reads last: keep one copy of each (vllm-project/vllm#54230)"
                 self._problem(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from fse_convert.checkpoint.header import Header, TensorInfo
-from fse_convert.checkpoint.kinds import Kind
+from fse_convert.checkpoint.left_out import Kind
 from fse_convert.checkpoint.names import INDEX
 from fse_convert.errors import Problem, some
 

@@ -43,9 +43,9 @@ def inspect(
 ) -> ExitCode:
     """Show which servers fuse CHECKPOINT, and why.
 
-    Reads config and headers of a folder or of hf://org/name[@revision], and of a folder F32 scales of shared experts; with
-    --require also those of routed ones. Answers three questions, layer by layer, with the costs: native MegaMoE fusion (NVIDIA),
-    AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
+    Reads config and headers of a folder or of hf://org/name[@revision]. Of a local folder it also reads the F32 scales of
+    shared experts, and with --require of routed ones. Answers three questions, layer by layer, with the costs: native MegaMoE
+    fusion (NVIDIA), AITER FSE (vLLM on AMD), and slot fusion; see `fse-convert targets`.
     """
     from fse_convert import inspection
     from fse_convert.plan.costs import Serving

@@ -29,7 +29,7 @@ class FileEstimate:
 class Estimate:
     """What a conversion takes: files, and bytes of disk, memory, reading and writing, the proof's included.
 
-    ``disk``: that the output takes, ``free``: that there are less the margin that must stay.
+    ``disk``: bytes that the output takes. ``free``: free bytes minus the margin that must stay.
     """
 
     files: tuple[FileEstimate, ...]
@@ -46,7 +46,7 @@ class Estimate:
 
 
 def estimate(plan: Plan, level: Level, workers: int, *, way: str, part: Collection[str] | None = None) -> Estimate:
-    """Estimate a conversion, as if nothing were there yet and nothing free.
+    """Estimate a conversion, as if nothing were there yet ``free`` is 0, for the caller to fill in.
 
     ``way``: how untouched shards reach the output. ``part``: names of the files of a part, which proves nothing.
     """

@@ -19,13 +19,14 @@ from torch import Tensor
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Shard
+from fse_convert.conversion.nan_scan import DAMAGED
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import megamoe, ue8m0
 from fse_convert.layout.padding import pad
-from fse_convert.model.formats import NaN
+from fse_convert.model.formats import NAN_BYTES, NAN_WORDS, NaN
 from fse_convert.model.moe import Role
 from fse_convert.output.copying import copy_range, new_file, read_into, write_all, writing_back
-from fse_convert.plan.plan import Computed, Copied, OutputShard, Padded, SharedExpert, matrix
+from fse_convert.plan.plan import Computed, Copied, OutputShard, Padded, SharedExpert, Tripwire, matrix
 from fse_convert.progress import Advance
 from fse_convert.sidecar.tensors import KernelTensorName
 
@@ -106,6 +107,8 @@ def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: A
                     _write_padded(fd, tensor.change, reader, advance)
                 elif isinstance(tensor.change, Computed):
                     _write(fd, kernel_rows(tensor.change, reader), advance)
+                elif not isinstance(tensor.change, Tripwire):
+                    raise TypeError(f"{tensor.name}: no way to write {type(tensor.change).__name__}")
 
 
 def padded_rows(change: Padded, reader: SourceReader) -> Iterator[Tensor]:
@@ -235,28 +238,18 @@ def _refuse_nan(rows: Tensor, raw: bytearray, nan: NaN, info: TensorInfo, first:
     at = _first_nan(rows, raw, nan)
     if at < 0:
         return
-    size = {NaN.E4M3: 1, NaN.E8M0: 1, NaN.BF16: 2, NaN.F16: 2, NaN.F32: 4}[nan]
+    size, _ = NAN_WORDS.get(nan, (1, 0))
     columns = rows.shape[1] // size
-    row, column = first + at // columns, at % columns
     code = bytes(raw[at * size : (at + 1) * size])[::-1].hex().upper()
-    message = f"NaN code 0x{code} at row {row}, column {column}"
-    raise InvalidCheckpoint(
-        Problem("nan", message, f"{info.shard}: {info.name}", "the checkpoint is damaged: compare its checksum")
-    )
+    message = f"NaN code 0x{code} at row {first + at // columns}, column {at % columns}"
+    raise InvalidCheckpoint(Problem("nan", message, f"{info.shard}: {info.name}", DAMAGED))
 
 
 def _first_nan(rows: Tensor, raw: bytearray, nan: NaN) -> int:
     """Return the index of the first NaN element, or -1. Bytes are searched at memory speed, wider floats as integers."""
-    end = rows.numel()
-    if nan is NaN.E8M0:
-        return raw.find(ue8m0.NAN, 0, end)
-    if nan is NaN.E4M3:
-        found = [i for i in (raw.find(code, 0, end) for code in ue8m0.E4M3_NAN) if i >= 0]
+    if nan in NAN_BYTES:
+        found = [i for i in (raw.find(code, 0, rows.numel()) for code in NAN_BYTES[nan]) if i >= 0]
         return min(found, default=-1)
-    dtype, mask, infinity = {
-        NaN.BF16: (torch.int16, 0x7FFF, 0x7F80),
-        NaN.F16: (torch.int16, 0x7FFF, 0x7C00),
-        NaN.F32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
-    }[nan]
-    hits = (rows.view(dtype) & mask) > infinity
+    size, infinity = NAN_WORDS[nan]
+    hits = (rows.view({2: torch.int16, 4: torch.int32}[size]) & (1 << 8 * size - 1) - 1) > infinity
     return int(hits.flatten().to(torch.uint8).argmax()) if hits.any() else -1

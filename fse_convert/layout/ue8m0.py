@@ -19,8 +19,6 @@ GROUP = 32
 """Number of consecutive K elements that share one scale in the kernel (recipe (1, 1, 32))."""
 ONE = 0x7F
 NAN = 0xFF
-E4M3_NAN = (0x7F, 0xFF)
-"""The only two NaN codes of float8_e4m3fn; it has no infinity."""
 
 
 def from_fp32(scale: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class _Reader:
 class _Misfits:
     """Tells damage from a format that is not supported, for the experts of a layer that are stored in one way.
 
-    A constant format is in all of them; one odd matrix among others that are understood is damage.
+    A format that is not supported shows in every expert; one odd matrix among others that are understood is damage.
     ``understood``: the projections that are understood in any layer.
     """
 

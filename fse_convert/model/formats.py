@@ -43,6 +43,8 @@ class NaN(str, Enum):
 
 NAN_BYTES: Mapping[NaN, tuple[int, ...]] = {NaN.E4M3: (0x7F, 0xFF), NaN.E8M0: (0xFF,)}
 """NaN codes of the elements that are single bytes."""
+NAN_WORDS: Mapping[NaN, tuple[int, int]] = {NaN.BF16: (2, 0x7F80), NaN.F16: (2, 0x7C00), NaN.F32: (4, 0x7F800000)}
+"""Of wider elements their bytes, and the code of infinity: those above it are NaN, without the sign bit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ SHARED = frozenset({"hard link", "clone"})
 def way(source: Path, folder: Path, link: Link) -> str:
     """Say how `carry` will bring a file into a folder: ``hard link``, ``clone``, ``copy``, or ``hard link or copy``.
 
-    The last on an overlay, which copies a file of a lower layer before it links it. Cloning is tried, on a file without a
+    ``hard link or copy``: an overlay copies a file of a lower layer before it links it. Cloning is tried, on a file without a
     name. Raises OSError.
     """
     here = mount_of(folder)

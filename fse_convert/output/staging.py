@@ -134,7 +134,7 @@ class Staging:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore the signals that ask a program to stop: an output that is there is finished, whatever the exit code would say."""
+    """Ignore the signals that ask a program to stop: once the output is there, none may turn success into a failure."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -171,7 +171,7 @@ def stage(
             yield staging
         except Exception as e:
             staging.hold.check()  # what went wrong may only be the consequence of this
-            if isinstance(e, EOFError | FileNotFoundError):  # and the source, which `reading` looked at, is there
+            if isinstance(e, EOFError | FileNotFoundError):  # `reading` has already checked the source, so a staged file is meant
                 raise staging_lost(f"a file of unfinished work was cut or removed during the run: {e}", staging.folder) from e
             kept = fingerprint is not None and (
                 not isinstance(e, FseConvertError) or isinstance(e, EnvironmentFailure | UsageError)

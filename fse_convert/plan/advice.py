@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.servers.judge import Answer, Question
+from fse_convert.servers.naming import Named
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import CONTRACT, TARGETS, Target, find_target, needed_contract
 from fse_convert.servers.verdict import Outcome
@@ -140,35 +140,19 @@ def _conversion(
     return None
 
 
-class Release(Protocol):
-    """A row of a server release."""
-
-    @property
-    def name(self) -> str:
-        """The target's name."""
-
-    @property
-    def engine(self) -> str:
-        """The server."""
-
-    @property
-    def release(self) -> str:
-        """Its release."""
-
-
-def server_of(row: Release) -> str:
+def server_of(row: Named) -> str:
     """Return what all releases of one server, started in one way, have in common."""
     return row.name.replace(row.release, "")
 
 
-def _way(row: Release, rows: Sequence[Release]) -> str:
-    """Return what sets a server apart that the same engine is also without: `` (mega)``, from the names of targets."""
+def _way(row: Named, rows: Sequence[Named]) -> str:
+    """Return the variant in a target's name, such as `` (mega)``; empty for the plain one."""
     plain = next(server_of(r) for r in rows if r.engine == row.engine)
     extra = server_of(row).removeprefix(plain).strip("-")
     return f" ({extra})" if extra else ""
 
 
-def releases(chosen: Iterable[Release], rows: Sequence[Release]) -> str:
+def releases(chosen: Iterable[Named], rows: Sequence[Named]) -> str:
     """Name releases by server: ``vLLM >= 0.31`` where all later known ones are among them, else one by one."""
     names = {row.name for row in chosen}
     parts = []

@@ -44,7 +44,7 @@ def _source_verdict(plan: Plan, name: str) -> Verdict:
 
 
 def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
-    """Note padding that no server needs which fuses the source, unless --tp or the named server asked for it."""
+    """Note when every server that fuses the padded output fuses the source too, unless --tp or the server asked for it."""
     decision = plan.decision
     narrow = find_target(MEGAMOE_128.name)
     if not plan.padded or narrow is None:
@@ -76,8 +76,8 @@ def _beside(plan: Plan) -> Problem | None:
     if plan.options.experts is Experts.ALL or decision.width == decision.source_width or not plan.sidecar:
         return None
     message = (
-        f"only fse/ has the shared experts at {decision.width}: a server uses them that loads it with fse_convert.serving (vLLM:"
-        f" --load-format fse); the standard layout is the source's, and is judged as such, without the plugin"
+        f"only fse/ has the shared experts at {decision.width}: only a server with the plugin of fse_convert.serving (vLLM:"
+        f" --load-format fse) uses them; without it, verdicts are those of the source"
     )
     return Problem("sidecar-only", message)
 

@@ -103,7 +103,7 @@ def read_stated_widths(names: Iterable[str], folder: Folder) -> dict[str, int]:
 def read_scales(source: Source, *, routed: bool) -> Scales:
     """Read the F32 scales of shared experts, and of routed ones where asked and the layer's shared expert is exact.
 
-    PartialCheckpoint a layer ends with its first value that E8M0 cannot hold. Raises OSError, EOFError.
+    Reading a layer stops at its first value that E8M0 cannot hold. Raises OSError, EOFError.
     """
     folder = source.checkpoint.folder
     starts = {s.name: s.header.data_start for s in source.checkpoint.shards}

@@ -20,7 +20,7 @@ from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
 from fse_convert.servers.aiter.rules import EXPERT_DTYPES, AiterQuestion
 from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, is_since
-from fse_convert.servers.quark import SglangQuark, is_fp4, specs
+from fse_convert.servers.sglang_quark import SglangQuark, is_fp4, specs
 from fse_convert.servers.slots import SlotTarget
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import Target
@@ -70,7 +70,7 @@ class Situation:
 
     @property
     def by_slots(self) -> bool:
-        """True where vLLM's check says that it puts this shared expert into a slot, as it is stored."""
+        """True if vLLM's check says that it loads this shared expert, unconverted, as an extra routed expert."""
         ways = self.question is not None and not self.question.mega_moe and (self.drafter or not self.question.heterogeneous)
         return ways and self.own.fused
 
@@ -101,7 +101,7 @@ class Hazard:
     applies: Callable[[Situation], bool]
 
 
-def endangered(
+def with_hazards(
     subject: Subject,
     target: Target | AiterTarget | SlotTarget,
     layer: LayerDescription,

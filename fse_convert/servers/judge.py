@@ -14,7 +14,7 @@ from enum import Enum
 from fse_convert.errors import Problem, UsageError
 from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
-from fse_convert.servers.hazards import endangered
+from fse_convert.servers.hazards import with_hazards
 from fse_convert.servers.naming import find_named
 from fse_convert.servers.native import LaunchWidths, kernel_verdict, native_verdict
 from fse_convert.servers.scales import with_scales
@@ -92,7 +92,7 @@ def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, w
     if target.is_contract:
         return with_scales(layer, kernel_verdict(layer, target.contract, target.pairings, widths), checkpoint.scales)
     verdict = native_verdict(layer, target, checkpoint.config, widths)
-    return endangered(checkpoint, target, layer, with_scales(layer, verdict, checkpoint.scales, target.title))
+    return with_hazards(checkpoint, target, layer, with_scales(layer, verdict, checkpoint.scales, target.title))
 
 
 def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
@@ -104,18 +104,18 @@ def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
         return _put_together(target, verdicts, whole(verdicts))
     if isinstance(target, SlotTarget):
         own = slot_verdicts(checkpoint, target)
-        verdicts = tuple(endangered(checkpoint, target, d, v) for d, v in zip(layers, own, strict=True))
+        verdicts = tuple(with_hazards(checkpoint, target, d, v) for d, v in zip(layers, own, strict=True))
         return _put_together(target, verdicts, whole(verdicts), slot_notes(description, target, verdicts))
     question = ask_aiter(checkpoint.config, checkpoint.quant_config, checkpoint.quantization, target)
     if isinstance(question, Verdict):
         return _put_together(target, (question,) * len(layers), question)
     own = tuple(judge_layer(question, d) for d in layers)
-    verdicts = tuple(endangered(checkpoint, target, d, v, question) for d, v in zip(layers, own, strict=True))
-    model = _in_spite_of(judge_whole(layers, own), verdicts)
+    verdicts = tuple(with_hazards(checkpoint, target, d, v, question) for d, v in zip(layers, own, strict=True))
+    model = _model_with_unsafe_layers(judge_whole(layers, own), verdicts)
     return _put_together(target, verdicts, model, notes(question, layers, verdicts), question.conditions)
 
 
-def _in_spite_of(model: Verdict, layers: Sequence[Verdict]) -> Verdict:
+def _model_with_unsafe_layers(model: Verdict, layers: Sequence[Verdict]) -> Verdict:
     """Return what becomes of a model that a server would start, where some of its layers are unsafe."""
     unsafe = [v for v in layers if v.outcome is Outcome.UNSAFE]
     if not unsafe or model.outcome in (Outcome.ERROR, Outcome.REFUSED):

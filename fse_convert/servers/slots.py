@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
-from fse_convert.servers.quark import SglangQuark
+from fse_convert.servers.sglang_quark import SglangQuark
 from fse_convert.servers.subject import Subject, class_names
 from fse_convert.servers.targets import TARGETS
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood

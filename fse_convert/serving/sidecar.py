@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.checkpoint.kinds import find_clutter
+from fse_convert.checkpoint.left_out import find_clutter
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX
 from fse_convert.errors import FseConvertError, NotServable, Problem, some
 from fse_convert.output.digests import file_sha256

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from fse_convert.checkpoint.header import BITS, Header, TensorInfo
-from fse_convert.checkpoint.kinds import Kind
+from fse_convert.checkpoint.left_out import Kind
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.description import Description
 from fse_convert.plan.advice import Plans

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from fse_convert.checkpoint.kinds import is_editable
+from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.errors import printable, some
 
 if TYPE_CHECKING:

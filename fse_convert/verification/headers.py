@@ -10,7 +10,7 @@ from typing import Any
 from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entries, header_entry
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import LENGTH_BYTES
-from fse_convert.checkpoint.kinds import BOOKKEEPING, find_clutter, notes
+from fse_convert.checkpoint.left_out import BOOKKEEPING, find_clutter, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SIDECAR_INDEX
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import Problem

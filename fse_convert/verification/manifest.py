@@ -193,7 +193,7 @@ def proof_mismatches(
 
 
 def _expected_storage(recorded: Any, result: StorageResult, tensors: Mapping[str, int]) -> dict[str, Any]:
-    """Take counts as recorded where this run, of a part, cannot tell them from right ones: at least what was seen here."""
+    """After a sample, accept recorded counts that are no smaller than what was seen."""
     record = storage_record(tensors, result.coverage.bytes, result.coverage.files)
     edited = result.findings.edited
     if isinstance(recorded, dict) and (result.sample is not None or not result.passed or edited):

@@ -17,7 +17,7 @@ from threading import Lock
 
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.kinds import is_editable
+from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import MANIFEST, SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard, read_checkpoint
 from fse_convert.errors import VerificationFailure
@@ -84,7 +84,7 @@ def prove_storage(
 ) -> tuple[StorageResult, ExpectedOutput | None]:
     """Prove an output against its source; return what was found, and what the source asks for, if that can be told.
 
-    A checkpoint that is not the one that the manifest names, by its headers and config, is said to be another and not
+    A checkpoint whose headers or config are not those in the manifest is reported as `source-differs`, and nothing is
     compared. Else: every tensor of the source occurs once, in the same shard, with the same dtype, unchanged or padded
     as its role demands and by exactly 0x00 (weights) or 1.0 (scales); the sidecar's tensors hold the source's bytes at
     the kernel's addresses; and headers, indexes, config, manifest and all other files say the same.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fse_convert.model.quantization import read_quantization
-from fse_convert.servers.quark import SglangQuark
+from fse_convert.servers.sglang_quark import SglangQuark
 from tests.peers.aiter_cases import FP8_BLOCK, MXFP4, QUARK
 
 pytestmark = pytest.mark.peers

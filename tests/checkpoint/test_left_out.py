@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fse_convert.checkpoint.kinds import (
+from fse_convert.checkpoint.left_out import (
     ADAPTERS,
     CONSOLIDATED,
     INDEXES,
