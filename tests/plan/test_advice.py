@@ -120,7 +120,8 @@ def test_a_command_is_advised_only_if_it_runs(width: int) -> None:
     for e in range(model.experts):
         tensors = {n: t for n, t in tensors.items() if not n.startswith(f"mtp.0.ffn.experts.{e}.")}
         tensors |= expert(f"mtp.0.ffn.experts.{e}", "mxfp4", width, 512)
-    about = subject_of(model.full_config(), tensors)
+    config = model.full_config()
+    about = subject_of({**config, "quantization_config": {**config["quantization_config"], "moe_quant_algo": "NVFP4"}}, tensors)
     plans = plans_of(about, tensors)
     target = find_target("megamoe-512")
     assert target is not None
