@@ -103,7 +103,7 @@ def _none(rows: Sequence[Answer]) -> str:
         return "no known release has a path for this model."
     answer, reason = telling[0]
     none = "not known" if answer.model.outcome is Outcome.UNKNOWN else "no known release fuses this checkpoint as is"
-    return f"{none}; {answer.engine} {answer.release}{_way(answer, rows)}: {reason.message}."
+    return f"{none}; {answer.engine} {answer.release}{_way(answer, rows)}: {reason.message.rstrip('.')}."
 
 
 def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp: int) -> Gain | None:

@@ -242,7 +242,7 @@ HAZARDS: tuple[Hazard, ...] = (
     Hazard(
         "aiter-fp8-block",
         "raises a ValueError: the FP8 MoE backend AITER does not take DeepSeek-V4.1's FP8 experts",
-        "serve with VLLM_ROCM_USE_AITER_MOE=0, unfused",
+        f"serve on gfx942 with VLLM_ROCM_USE_AITER_MOE=0 and {SWITCH}=0",
         "0.31 to 0.33, run: FP8 MoE backend AITER does not support the deployment configuration",
         _aiter_takes_no_block,
     ),

@@ -16,7 +16,7 @@ from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
 from fse_convert.servers.hazards import with_hazards
 from fse_convert.servers.naming import find_named
-from fse_convert.servers.native import LaunchWidths, kernel_verdict, native_verdict
+from fse_convert.servers.native import LaunchWidths, config_verdict, kernel_verdict, native_verdict
 from fse_convert.servers.scales import with_scales
 from fse_convert.servers.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
 from fse_convert.servers.subject import Subject
@@ -92,6 +92,7 @@ def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, w
     if target.is_contract:
         return with_scales(layer, kernel_verdict(layer, target.contract, target.pairings, widths), checkpoint.scales)
     verdict = native_verdict(layer, target, checkpoint.config, widths)
+    verdict = config_verdict(layer, verdict, target.title, checkpoint.quantization)
     return with_hazards(checkpoint, target, layer, with_scales(layer, verdict, checkpoint.scales, target.title))
 
 

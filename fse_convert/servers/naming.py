@@ -92,7 +92,7 @@ def _unknown_release(name: str, version: str, rows: Sequence[Named], where: str)
     if _numbers(version) > _numbers(newest.release):
         message = f"{newest.engine} {version} is newer than the newest release known here, {newest.release}"
         hint = f"update fse-convert, or name the kernel contract that it has; {newest.name} is the nearest row"
-    elif _numbers(version) and _numbers(version) < _numbers(oldest.release):
+    elif _numbers(version) and _numbers(version) < _numbers(oldest.release) and not _affixes(oldest)[1]:
         message = f"{oldest.engine} {version} is older than the oldest release known here, {oldest.release}"
     else:
         message = f"no target {name!r}: known releases of {newest.engine} are {', '.join(row.release for row in rows)}"

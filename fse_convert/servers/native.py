@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fse_convert.errors import some
 from fse_convert.layout.sizes import round_up
+from fse_convert.model.consistency import covered
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.families import SECTIONS, place
 from fse_convert.model.formats import E8M0_DTYPES, Format, StorageKind
 from fse_convert.model.moe import Role
+from fse_convert.model.quantization import FP8_METHODS, Quantization
 from fse_convert.servers.subject import class_names, vllm_class_names
 from fse_convert.servers.targets import Contract, Pairings, Target
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood
@@ -77,6 +80,29 @@ def native_verdict(
         *_format_reasons(routed, shared, target.pairings),
         *_loader_reasons(shared, at, target),
     )
+
+
+def config_verdict(layer: LayerDescription, verdict: Verdict, server: str, quantization: Quantization) -> Verdict:
+    """Take a yes back where the config does not have the server build FP8 experts, as the native path needs.
+
+    SGLang builds MegaMoE weights in its FP8 method alone (0.5.23 layers/quantization/fp8.py:1898, 2235); vLLM fuses FP8 linears
+    (0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py:338-384).
+    """
+    if not verdict.fused:
+        return verdict
+    if quantization.method is None:
+        message = f"{server} builds unquantised experts where the config names no quantisation method: the load fails"
+        hint = "write the quantization_config that belongs to these weights"
+        return because(Outcome.UNSAFE, "quantization-unstated", message, hint)
+    if quantization.method not in FP8_METHODS:
+        message = f"how {server} runs quant_method {quantization.method!r} with MegaMoE is not known: its path was read for fp8"
+        return because(Outcome.UNKNOWN, "native-method", message)
+    names = (f"{layer.layer.name}.experts", layer.layer.shared.name if layer.layer.shared else "")
+    excluded = [entry for entry in quantization.ignore if any(covered([entry], name) for name in names)]
+    if excluded:
+        message = f"{quantization.ignore_key} may exclude experts of this layer, which {server} would then build unquantised"
+        return because(Outcome.UNKNOWN, "quantization-excluded", message, f"remove {some(excluded)}")
+    return verdict
 
 
 def _verdict(*reasons: Reason) -> Verdict:

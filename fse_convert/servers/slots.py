@@ -37,6 +37,8 @@ class SlotTarget:
     requantises: bool
 
 
+REQUANTISED_SCALES = ("F8_E8M0", "F32")
+"""Scale dtypes of FP8 shared experts that SGLang turns into MXFP4 (0.5.23 layers/moe/fused_moe_triton/layer.py:1043-1110)."""
 SGLANG_FLAG = "--enforce-shared-experts-fusion; under expert parallelism also DeepEP or MegaMoE"
 ATOM = SlotTarget(
     name="atom",
@@ -101,20 +103,27 @@ def _stored_apart(layer: LayerDescription) -> bool:
 
 
 def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subject) -> Verdict:
+    """Judge one layer; what fits no slot is unsafe in SGLang, whose gate looks at no storage (0.5.23 deepseek_v4.py:4864-4890)."""
     if layer.problems:
         return not_understood(layer.problems)
     if layer.shared is None or layer.routed is None:
         return NO_SHARED_EXPERT
+    unchecked, hint = (
+        (Outcome.UNSAFE, f"serve without {SGLANG_FLAG.partition(';')[0]}") if target.requantises else (Outcome.UNFUSED, "")
+    )
     if layer.shared.width != layer.routed.width:
         message = f"the shared expert is {layer.shared.width} wide, a routed one {layer.routed.width}: it fits no slot"
-        return because(Outcome.UNFUSED, "slot-width", message)
-    routed, shared = layer.routed.gate.kind, layer.shared.gate.kind
-    requantised = target.requantises and routed is StorageKind.MXFP4 and shared is StorageKind.FP8_BLOCK
+        return because(unchecked, "slot-width", message, hint)
+    routed, shared = layer.routed.gate, layer.shared.gate
+    fp8 = shared.kind is StorageKind.FP8_BLOCK and shared.scale_dtype in REQUANTISED_SCALES
+    requantised = target.requantises and routed.kind is StorageKind.MXFP4 and fp8
     unseen = target.requantises and checkpoint.quantization.method == "quark"  # the gate above read the config alone
     if requantised or unseen or not _stored_apart(layer):
         return FUSED
     message = f"routed experts are {layer.routed.label}, the shared expert is {layer.shared.label}: it fits no slot"
-    return because(Outcome.UNFUSED, "slot-format", message)
+    if target.requantises and routed.kind is StorageKind.NVFP4:
+        return because(Outcome.UNKNOWN, "slot-format", message)  # which of SGLang's classes loads it was not read
+    return because(unchecked, "slot-format", message, hint)
 
 
 def slot_notes(description: Description, target: SlotTarget, verdicts: tuple[Verdict, ...]) -> tuple[Reason, ...]:

@@ -209,12 +209,37 @@ def test_f32_scales_fuse_only_where_they_are_known_to_be_powers_of_two(
     """SGLang rounds them while loading; the kernel's contract has no F32 scales; vLLM's loader takes none."""
     at = "layers.0.ffn.shared_experts.{}.weight_scale_inv"
     scales = Scales(frozenset(map(at.format, read)), {at.format(name): "0.3" for name in inexact})
-    about = replace(Model(shared="fp8-128-f32", layers=1, mtp=0).subject(), scales=scales)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    about = replace(Model(shared="fp8-128-f32", layers=1, mtp=0, config=config).subject(), scales=scales)
     for name, expected in (("megamoe-128", contract), ("sglang-0.5.23", server)):
         answer = ask(about, name)
         assert (answer.model.outcome.value, "".join(r.code for r in answer.model.reasons)) == expected
         assert answer.notes == ()
     assert [r.code for r in ask(about, "vllm-0.33").model.reasons] == ["scale-dtype"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        ({"quant_method": "fp8"}, "fused"),
+        ({"quant_method": "deepseek_v4_fp8"}, "fused"),
+        (None, "unsafe quantization-unstated"),
+        ({"weight_block_size": [32, 32]}, "unsafe quantization-unstated"),
+        ({"quant_method": "quark", "exclude": [], "global_quant_config": {}, "export": {}}, "unknown native-method"),
+        ({"quant_method": "modelopt", "ignore": []}, "unknown native-method"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "unknown native-method"),
+        ({"quant_method": "fp8", "ignored_layers": ["layers.0.ffn.shared_experts"]}, "unknown quantization-excluded"),
+        ({"quant_method": "fp8", "ignored_layers": ["layers.0.ffn.experts"]}, "unknown quantization-excluded"),
+        ({"quant_method": "fp8", "ignored_layers": ["head"]}, "fused"),
+    ],
+    ids=str,
+)
+def test_the_native_path_is_taken_for_fp8_configs(quantization: dict[str, Any] | None, expected: str) -> None:
+    about = Model(shared="fp8-32", layers=1, mtp=0, config={"quantization_config": quantization}).subject()
+    for name in ("vllm-0.33", "sglang-0.5.23"):
+        answer = ask(about, name)
+        assert " ".join([answer.model.outcome.value, *(r.code for r in answer.model.reasons)]) == expected
+    assert ask(about, "megamoe-128").fused, "the kernel reads no config"
 
 
 def test_the_whole_is_the_worst_of_its_layers_with_every_reason() -> None:

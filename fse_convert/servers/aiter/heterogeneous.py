@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fse_convert.servers.aiter.rules import AiterQuestion
-from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict, because
 
 MODEL: Mapping[str, object] = {
     "n_routed_experts": 384,
@@ -26,16 +25,12 @@ DEFAULTS: Mapping[str, object] = {"num_experts_per_tok": 6, "n_shared_experts": 
 """Those of them that transformers' DeepseekV4Config has by itself (5.24)."""
 
 
-def judge_heterogeneous(question: AiterQuestion) -> Verdict:
-    """Judge every decoder layer of a model at once; reasons are worded as vLLM logs them.
+def heterogeneous_objections(question: AiterQuestion) -> tuple[str, ...]:
+    """Return why vLLM does not take this path for a DeepSeek-V4 model, worded as it logs them.
 
-    Where this path is not taken, the server goes on as without it: the answer of the target without ``-fhmoe``.
+    It then goes on as without it: the answer is that of the target without ``-fhmoe``.
     """
-    if not question.family.v4:
-        message = f"vLLM {question.release.name} fuses this way for DeepSeek-V4 only, not for {question.family.name}"
-        return because(Outcome.REFUSED, "model-unsupported", message)
-    reasons = tuple(Reason("aiter-heterogeneous", message) for message in _objections(question))
-    return Verdict(Outcome.UNFUSED, reasons) if reasons else FUSED
+    return tuple(_objections(question))
 
 
 def _objections(question: AiterQuestion) -> Iterator[str]:

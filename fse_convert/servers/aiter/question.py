@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fse_convert.model.description import STACKED, LayerDescription
+from fse_convert.model.description import LayerDescription
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.families import find_aiter_family
-from fse_convert.servers.aiter.heterogeneous import judge_heterogeneous
+from fse_convert.servers.aiter.heterogeneous import heterogeneous_objections
 from fse_convert.servers.aiter.patterns import VerdictError
 from fse_convert.servers.aiter.rules import AiterQuestion, AiterRules
 from fse_convert.servers.aiter.vllm_config import NEWEST, RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant, is_since
@@ -91,21 +91,25 @@ def ask_aiter(
     quant = build_vllm_quant(quantization, str(config.get("model_type", "")), target.rules)
     if config.get("quantization_config") is None and quant_config is not None:
         config = {**config, "quantization_config": quant_config}  # as transformers_utils/config.py does
-    return AiterQuestion(config, family, quant, target.rules, target.mega_moe, target.heterogeneous)
+    question = AiterQuestion(config, family, quant, target.rules, target.mega_moe)
+    if not target.heterogeneous:
+        return question
+    if not family.v4:
+        message = f"{server} fuses this way for DeepSeek-V4 only, not for {family.name}"
+        return because(Outcome.REFUSED, "model-unsupported", message)
+    objections = heterogeneous_objections(question)
+    return replace(question, heterogeneous=not objections, passed_over=objections)
 
 
 def judge_layer(question: AiterQuestion, layer: LayerDescription) -> Verdict:
     """Judge one layer of a checkpoint: by the config, as vLLM does; tensors that are not understood take a yes back."""
     if layer.layer.shared is None:
         return NO_SHARED_EXPERT
-    if question.heterogeneous:
-        verdict = judge_heterogeneous(question)
-        if layer.layer.kind is LayerKind.DECODER or not verdict.fused:
-            return verdict
+    if question.heterogeneous and layer.layer.kind is LayerKind.DECODER:
+        return FUSED
     judge_kind = judge_mtp_layer if layer.layer.kind is LayerKind.MTP else judge_decoder_layer
     verdict = judge_kind(question, layer.layer.index)
-    unclear = [p for p in layer.problems if p.code != STACKED]  # vLLM loads stacked experts too
-    return not_understood(unclear) if verdict.fused and unclear else verdict
+    return not_understood(layer.problems) if verdict.fused and layer.problems else verdict
 
 
 def judge_decoder_layer(question: AiterQuestion, index: int) -> Verdict:
@@ -197,7 +201,10 @@ def judge_model(layers: Iterable[Verdict]) -> Verdict:
 
 
 def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
-    """Say where loading changes numbers: shared experts requantised to MXFP4."""
+    """Say where loading changes numbers, shared experts requantised to MXFP4, and which path is not taken."""
+    if question.passed_over:
+        message = f"the heterogeneous kernel is not taken: {'; '.join(question.passed_over)}"
+        return (Reason("aiter-heterogeneous", message, hint="the server goes on as without it"),)
     fused = (d.shared for d, v in zip(layers, verdicts, strict=True) if v.fused and d.shared)
     changed = [shared for shared in fused if shared.gate.kind is not StorageKind.MXFP4]
     if not question.mega_moe or not changed:

@@ -51,6 +51,7 @@ class AiterQuestion:
     release: VllmRelease
     mega_moe: bool = False
     heterogeneous: bool = False
+    passed_over: tuple[str, ...] = ()
 
     @property
     def conditions(self) -> tuple[str, ...]:
