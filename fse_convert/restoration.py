@@ -255,9 +255,16 @@ class Restoration:
             if listed is None or listed.sha256 != file_sha256(staging.folder / name):
                 if not self._may_differ(name):
                     raise _unlike("file-damaged", name, "its SHA-256 is not the one in the manifest")
+                if not self._is_own(name):
+                    raise _unlike("link-outside", name, "leads out of the output, to a file that is not the one in the manifest")
                 self.edited.add(name)
                 return EDITED
         return how
+
+    def _is_own(self, name: str) -> bool:
+        """Tell whether a file lies in the output, or among the blobs of the hub cache that the output lies in."""
+        path = self.folder.path(name).resolve()
+        return path.is_relative_to(self.folder.root.resolve()) or path.parent.name == "blobs"
 
     def _may_differ(self, name: str) -> bool:
         return not self.strict and is_editable(name)

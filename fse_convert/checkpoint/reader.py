@@ -206,8 +206,12 @@ class _CheckpointReader:
         for name in outside:
             message = f"weight_map leads outside of the checkpoint: {name!r}"
             self._problem("index-path", message, INDEX, "do not trust this checkpoint")
-        self.distrusted = {t for t, n in weight_map.items() if n in outside}
-        return {t: n for t, n in weight_map.items() if n not in outside}
+        elsewhere = sorted(n for n in {*weight_map.values()}.difference(outside) if "/" in n or not n.endswith(SUFFIX))
+        if elsewhere:
+            message = f"weight_map names {some(elsewhere)}: servers read safetensors files beside the index only"
+            self._problem("index-path", message, INDEX, "move or convert these files, and name them in weight_map without a folder")
+        self.distrusted = {t for t, n in weight_map.items() if n in (*outside, *elsewhere)}
+        return {t: n for t, n in weight_map.items() if t not in self.distrusted}
 
     def _unindexed(self, left: Mapping[str, Kind]) -> list[str]:
         """Name the shards of a checkpoint without an index; several need one, unless it was there and could not be read."""

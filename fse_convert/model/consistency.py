@@ -30,6 +30,8 @@ OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm
 WHOLE_MODEL = (*FP8_METHODS, "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8")
 """Methods that quantise every linear layer but those they list; others (compressed-tensors) list what they quantise."""
 INCOMPLETE = "is the checkpoint complete?"
+MOST_LAYERS = 10_000
+"""No model has more layers; a config may say anything."""
 
 
 def conflicts(
@@ -196,6 +198,7 @@ def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence
     types = family.value(config, "mlp_layer_types")
     if not decoder or count is None:
         return set()
+    count = min(count, MOST_LAYERS)
     if isinstance(types, list) and len(types) >= count:
         return {i for i in range(count) if types[i] != "dense"}
     if rule is None:

@@ -86,6 +86,12 @@ def _depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Groupi
             message = f"num_hidden_layers is {depth}, but these layers {what}: {some(layers)}"
             hint = f"set num_hidden_layers to {grouping.depth}, the number of decoder layers"
             yield Problem("config-layers", message, "config.json", hint)
+    stated = list(family.stated(config, "num_hidden_layers"))
+    for other in stated[1:]:
+        if other.value != stated[0].value:
+            message = f"{other.path} is {other.value}, but {stated[0].path} is {stated[0].value}"
+            hint = f"set both to {grouping.depth}, the number of decoder layers: loaders disagree on which one they read"
+            yield Problem("config-layers", message, "config.json", hint)
     if promised and grouping.layers and not grouping.mtp:
         message = f"{family.mtp_key} is {promised}, but no tensor is of an MTP layer"
         hint = "servers load the model, but no drafter: if a file with the MTP layer was lost, download it again"

@@ -8,6 +8,7 @@ the same conversion resumes from there.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
+from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, some
 from fse_convert.output.copying import exchange, new_file, write_all
@@ -266,9 +268,24 @@ def check_replaceable(out: Path) -> None:
         raise UsageError(
             Problem("output-foreign", "--overwrite replaces only an output of fse-convert or an empty folder", str(out), hint)
         )
+    foreign = _foreign(out)
+    if foreign:
+        message = f"--overwrite would delete files that the conversion did not write: {some(foreign)}"
+        raise UsageError(Problem("output-foreign", message, str(out), "move them away first"))
     if mount_of(out) != mount_of(out.parent):  # a Btrfs subvolume is of the same mount, and of another device
         message = "a file system is mounted here: it cannot be replaced by a rename"
         raise UsageError(Problem("output-mounted", message, str(out), "give a folder inside of it"))
+
+
+def _foreign(out: Path) -> list[str]:
+    """Return the files of an output that its manifest does not list; none where it lists no files or cannot be read."""
+    try:
+        listed = json.loads((out / MANIFEST).read_bytes()).get("files")
+    except (OSError, ValueError, AttributeError):
+        return []
+    if not isinstance(listed, dict):
+        return []
+    return sorted(n for n in LocalFolder(out).files if n not in listed and n != MANIFEST and not is_editable(n))
 
 
 def free_space(out: Path) -> int:

@@ -7,8 +7,8 @@ multiple of the routed width); vLLM 0.33 model_executor/layers/fused_moe/deep_ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fse_convert.errors import some
@@ -23,6 +23,8 @@ from fse_convert.servers.subject import class_names, vllm_class_names
 from fse_convert.servers.targets import Contract, Pairings, Target
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood
 
+WIDTHS = frozenset({"width-alignment", "width-ratio"})
+"""Reasons that a conversion does away with."""
 KERNEL_GROUP = 32
 """Columns per scale in the kernel."""
 
@@ -72,7 +74,7 @@ def native_verdict(
     at = LaunchWidths(padded_routed(at.routed, target), at.shared)
     refused = (*_config_refusals(config, target), *_server_refusals(routed, at, target))
     if refused:
-        return Verdict(Outcome.REFUSED, refused)
+        return Verdict(Outcome.REFUSED, _hinted(refused))
     if not target.fuses:
         return because(Outcome.UNFUSED, "server-no-fusion", f"{server} runs the shared expert beside MegaMoE, never inside")
     return _verdict(
@@ -110,7 +112,13 @@ def _verdict(*reasons: Reason) -> Verdict:
     first: dict[str, Reason] = {}
     for reason in reasons:
         first.setdefault(reason.code, reason)
-    return Verdict(Outcome.UNFUSED, tuple(first.values())) if first else FUSED
+    return Verdict(Outcome.UNFUSED, _hinted(first.values())) if first else FUSED
+
+
+def _hinted(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
+    """Keep a hint only where it would mend all: a reason that stands alone, or one of widths, which one conversion changes."""
+    found = tuple(reasons)
+    return found if {r.code for r in found} <= WIDTHS else tuple(replace(r, hint="") for r in found)
 
 
 def padded_routed(width: int, target: Target) -> int:

@@ -47,7 +47,7 @@ def check_files(expected: ExpectedOutput, out: LocalFolder, findings: Findings) 
     return same
 
 
-HUB_BOOKKEEPING = re.compile(r"\.cache/huggingface/(\.gitignore|CACHEDIR\.TAG|download/.+\.(metadata|lock))")
+HUB_BOOKKEEPING = re.compile(r"\.cache/huggingface/(\.gitignore|CACHEDIR\.TAG|(?:download|upload)/.+\.(metadata|lock))")
 """What the hub's client leaves in a folder that it downloaded to (huggingface_hub 0.23 and later, local_dir)."""
 
 

@@ -249,6 +249,6 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
 def find_aiter_family(config: Mapping[str, Any]) -> AiterFamily | None:
     """Find the model class by its name; a config that names none by its ``model_type``, at the top level or in ``text_config``."""
     wanted = set(vllm_class_names(config))
-    types = {place(config, name).get("model_type") for name in SECTIONS}
+    types = {str(place(config, name).get("model_type")) for name in SECTIONS}
     found = (f for f in AITER_FAMILIES if (wanted.intersection(f.architectures) if wanted else types.intersection(f.model_types)))
     return next(found, None)
