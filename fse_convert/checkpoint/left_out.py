@@ -7,7 +7,7 @@ stay out though their names do not tell, `fse_convert.checkpoint.unlisted` decid
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR, SUFFIX
@@ -22,10 +22,14 @@ class Kind:
     hint: str = ""
 
 
-BOOKKEEPING = Kind("bookkeeping of version control and of the hub's client")
+BOOKKEEPING = Kind("bookkeeping of version control and of the clients of hubs")
 """It comes with every download and is never mentioned."""
 CLUTTER: tuple[tuple[Kind, str], ...] = (
-    (BOOKKEEPING, r"\.git|\.hg|\.svn|\.cache|\.huggingface|__pycache__"),
+    (BOOKKEEPING, r"\.git|\.hg|\.svn|\.cache|\.huggingface|\.mdl|\.msc|\.mv|__pycache__"),
+    (
+        Kind("an unfinished download of ModelScope", "finish the download if files are missing; leaving this out loses nothing"),
+        r"\._____temp",
+    ),
     (
         Kind("files that macOS makes beside others", "nothing reads them: they can be removed"),
         r"\._.*|\.DS_Store|\.AppleDouble|__MACOSX|\.Spotlight-V100|\.Trashes|\.fseventsd|\.TemporaryItems|\.apdisk",
@@ -54,18 +58,33 @@ _CLUTTER = tuple((kind, re.compile(pattern)) for kind, pattern in CLUTTER)
 OLD_WIDTH = "they keep the width of the source; serve them from the source, or copy them yourself if something needs them"
 ADAPTERS = Kind("an adapter beside its base", "servers take an adapter from a folder of its own")
 OTHER_FORMATS = Kind("weights in other formats than safetensors", OLD_WIDTH)
-TRAINING = Kind("checkpoints of a training", OLD_WIDTH)
+TRAINING = Kind(
+    "checkpoints and states of a training", "servers do not read them beside a model; resume the training from the source"
+)
 ORIGINALS = Kind("copies of the model in its maker's own form", OLD_WIDTH)
 RANKS = Kind("slices for the ranks of one server", "servers that read the index ignore them")
 CONSOLIDATED = Kind("copies of the weights in Mistral's own form", "servers that read the index ignore them")
 INDEXES = Kind("indexes under other names", f"servers read {INDEX}")
+COPIES = Kind("numbered copies of files beside them", "a second download makes them; compare both before you remove either")
 
-FORMATS = "bin|pth|pt|ckpt|gguf|ggml|h5|msgpack|ot|onnx|onnx_data|pdparams|npz|tflite|engine"
+WHOLE = "|".join(
+    (
+        r"(pytorch_model|tf_model|flax_model)[^/]*\.(bin|pt|pth|h5|msgpack)(\.index\.json)?",  # transformers
+        r"rust_model\.ot|model_state[^/]*\.pdparams|(weights|model)\.npz|rank\d+\.engine|ggml-[^/]*\.bin",
+        r"(original/)?consolidated[^/]*\.pth",  # Meta, Mistral
+        r"(metal/)?model(-\d+-of-\d+)?\.(bin|pt|pth|ckpt)",  # gpt-oss has metal/
+        r"(onnx/)?(decoder_)?model[^/]*\.onnx([._]data(_\d+)?)?",  # optimum, transformers.js
+        r"(openvino/)?openvino_model[^/]*\.(bin|xml)",
+        r"(.*/)?[^/]*\.gguf",
+    )
+)
+"""Names of whole models. Other names in these formats are parts that a model needs: a projector, a vocoder, a speaker's encoder."""
 BESIDE: tuple[tuple[Kind, str], ...] = (
     (ADAPTERS, r"adapter_(config\.json|model.*\.(safetensors|bin|pt)(\.index\.json)?)"),
-    (TRAINING, r"(.*/)?(checkpoint-\d+|global_step_?\d+)/.*"),
+    (TRAINING, r"(.*/)?((checkpoint-\d+|global_step_?\d+)/.*|[^/]*\.distcp)"),
+    (TRAINING, r"training_args\.bin|(optimizer|scheduler)(_\d+)?\.(pt|pth|bin)|rng_state(_\d+)?\.pth|random_states_\d+\.pkl"),
     (ORIGINALS, r"original/.*\.(safetensors|index\.json)"),
-    (OTHER_FORMATS, rf"(.*/)?(?!tokenizer|vocab|merges|spiece|sentencepiece|spk_dict)[^/]*\.({FORMATS})(\.index\.json)?"),
+    (OTHER_FORMATS, WHOLE),
     (RANKS, r"(.*/)?(model\d+-mp\d+|model-rank-\d+-part-\d+|rank\d+)\.safetensors"),
     (CONSOLIDATED, r"consolidated[^/]*\.safetensors(\.index\.json)?"),
     (INDEXES, r"[^/]*safetensors[^/]*\.index[^/]*\.json"),
@@ -74,6 +93,8 @@ BESIDE: tuple[tuple[Kind, str], ...] = (
 _BESIDE = tuple((kind, re.compile(pattern)) for kind, pattern in BESIDE)
 SLICE = re.compile(r"model\d+-mp(?!1\.)\d+\.safetensors|model-rank-\d+-part-\d+\.safetensors|rank\d+\.safetensors")
 """Names of rank slices that are no whole model."""
+COPY = re.compile(r".*\.(safetensors|json|jinja|model|txt|py|bin)\.\d+")
+"""What wget calls a download of a file that is there already."""
 
 _EDITABLE = re.compile(
     r"(?i:(.*/)?(\.gitattributes|\.gitignore|(readme|licen[cs]e|copying|notice|use_policy)[\w-]*(\.txt)?"
@@ -99,14 +120,14 @@ def is_editable(name: str) -> bool:
     return not name.startswith(f"{SIDECAR}/") and _EDITABLE.fullmatch(name) is not None
 
 
-def beside(names: Iterable[str], listed: Collection[str] | None, *, whole: bool) -> dict[str, Kind]:
+def beside(names: Collection[str], listed: Collection[str] | None, *, whole: bool) -> dict[str, Kind]:
     """Return what of a folder without clutter is left out by its name, with its kind.
 
     ``listed``: the shards that the index lists, None without one. ``whole``: whether all of them are there; then, or with another
     single file beside them, other cuts of the same weights are left out too.
     """
     known = {CONFIG, INDEX, *(listed or ())}
-    found = {n: kind for n in names if n not in known and (kind := _kind(n))}
+    found = {n: kind for n in names if n not in known and (kind := _kind(n) or _companion(n, names))}
     shards = [n for n in names if n.endswith(SUFFIX) and "/" not in n]
     if not (whole if listed is not None else any(n not in found for n in shards)):
         found = {n: kind for n, kind in found.items() if n not in shards or kind is ADAPTERS}
@@ -115,6 +136,16 @@ def beside(names: Iterable[str], listed: Collection[str] | None, *, whole: bool)
 
 def _kind(name: str) -> Kind | None:
     return next((kind for kind, pattern in _BESIDE if pattern.fullmatch(name)), None)
+
+
+def _companion(name: str, names: Collection[str]) -> Kind | None:
+    """Return the kind of what is left out only because of a file beside it."""
+    if COPY.fullmatch(name) and name.rpartition(".")[0] in names:
+        return COPIES
+    folder, _, leaf = name.rpartition("/")
+    if leaf == ".metadata" and any(n.endswith(".distcp") and n.rpartition("/")[0] == folder for n in names):
+        return TRAINING
+    return None
 
 
 def notes(left: Mapping[str, Kind], where: str) -> Iterator[Problem]:

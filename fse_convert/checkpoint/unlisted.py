@@ -1,10 +1,14 @@
-"""Shards that the index does not list: what they are follows from their headers, never from their names."""
+"""Shards that the index does not list: what they are follows from their headers.
+
+A file name never makes one another model's; one like those of listed shards only keeps a shard from being taken for that.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 
 from fse_convert.checkpoint.header import Header, TensorInfo
 from fse_convert.checkpoint.left_out import Kind
@@ -42,6 +46,8 @@ def judge_unlisted(
 
     ``unlisted``: headers by file name. ``present``: the tensors of listed shards; ``absent``: listed shards that are not there.
     """
+    if not unlisted:
+        return Judged({}, (), frozenset())
     sought = {t for t, shard in weight_map.items() if shard in absent}
     renamed = {n: h for n, h in unlisted.items() if sought.intersection(_names(h))}
     held = {t for h in renamed.values() for t in _names(h)}
@@ -50,7 +56,12 @@ def judge_unlisted(
         rest = {n: h for n, h in unlisted.items() if n not in renamed}
         judged = judge_unlisted(rest, weight_map, present, ())
         return Judged(judged.left, (stale, *judged.problems), frozenset(absent))
-    known = {part for t in weight_map for part in _parts(t)}
+    patterns = {_pattern(n) for n in set(weight_map.values())}
+
+    @cache
+    def known() -> frozenset[str]:
+        return frozenset(part for t in weight_map for part in _parts(t))
+
     left: dict[str, Kind] = {}
     problems = []
     for name, header in unlisted.items():
@@ -63,12 +74,13 @@ def judge_unlisted(
             message = f"the index does not list this shard, and looks for {count} of its tensors in {some(absent)}"
             hint = "keep it: finish the download, or rewrite the index if it is of an earlier save"
             problems.append(Problem("shard-unlisted", message, name, hint))
-        elif _is_foreign(nowhere, known):
+        elif _pattern(name) not in patterns and _is_foreign(nowhere, known):
             left[name] = FOREIGN
         else:
             message = f"the index does not list this shard; {len(nowhere)} of its tensors stand nowhere else, {nowhere[0]} first"
             hint = (
-                f"rewrite {INDEX} to list its tensors, without which servers load the model; or give another model its own folder"
+                "if it is of another model, such as a drafter, move it to a folder of its own; "
+                f"if its tensors are this model's, rewrite {INDEX} to list them"
             )
             problems.append(Problem("shard-unlisted", message, name, hint))
     return Judged(left, tuple(problems), frozenset())
@@ -93,13 +105,20 @@ def _form(t: TensorInfo) -> tuple[str, tuple[int, ...]]:
     return t.dtype, t.shape
 
 
-def _is_foreign(names: Iterable[str], known: Set[str]) -> bool:
+def _pattern(name: str) -> str:
+    """Return a name with every number in it as one."""
+    return NUMBERED.sub("0", name)
+
+
+def _is_foreign(names: Iterable[str], known: Callable[[], Set[str]]) -> bool:
     """Tell whether tensors are another model's: they have layers, whose names begin and end otherwise than all of this one's."""
     parts = [_parts(name) for name in names]
-    return any(parts) and known.isdisjoint(part for both in parts for part in both) and not any("mtp." in both for both in parts)
+    if not any(parts) or any("mtp." in both for both in parts):
+        return False
+    return known().isdisjoint(part for both in parts for part in both)
 
 
 def _parts(name: str) -> tuple[str, ...]:
     """Return what stands before and after the first number in a tensor's name, other numbers as one; nothing without a number."""
     match = LAYER.fullmatch(name)
-    return (match["before"], NUMBERED.sub("0", match["after"])) if match else ()
+    return (match["before"], _pattern(match["after"])) if match else ()

@@ -6,7 +6,9 @@ import pytest
 
 from fse_convert.checkpoint.left_out import (
     ADAPTERS,
+    BOOKKEEPING,
     CONSOLIDATED,
+    COPIES,
     INDEXES,
     ORIGINALS,
     OTHER_FORMATS,
@@ -49,12 +51,32 @@ INDEX = "model.safetensors.index.json"
         ("inference/__pycache__/model.pyc", "inference/__pycache__/"),
         (".git/HEAD", ".git/"),
         (".cache/huggingface/x", ".cache/"),
+        ("._____temp/model-00001-of-00002.safetensors", "._____temp/"),
+        (".mdl", ".mdl"),
+        (".msc", ".msc"),
+        (".mv", ".mv"),
     ],
 )
 def test_clutter(path: str, part: str) -> None:
     found = find_clutter(path)
     assert found is not None
     assert found[0] == part
+
+
+def test_an_unfinished_download_of_modelscope_is_none_of_macos() -> None:
+    found = find_clutter("._____temp/config.json")
+    assert found is not None
+    assert found[1].what == "an unfinished download of ModelScope"
+    assert "finish the download" in found[1].hint
+    assert "removed" not in found[1].hint
+
+
+@pytest.mark.parametrize("name", [".mdl", ".msc", ".mv"])
+def test_modelscopes_bookkeeping_is_never_mentioned(name: str) -> None:
+    found = find_clutter(name)
+    assert found is not None
+    assert found[1] is BOOKKEEPING
+    assert list(notes({name: found[1]}, "here")) == []
 
 
 @pytest.mark.parametrize(
@@ -90,7 +112,26 @@ def test_a_checkpoints_own_files_are_neither_clutter_nor_beside_it(path: str) ->
         ("model-Q4_K_M.gguf", OTHER_FORMATS),
         ("tf_model.h5", OTHER_FORMATS),
         ("flax_model.msgpack", OTHER_FORMATS),
+        ("flax_model-00001-of-00002.msgpack", OTHER_FORMATS),
+        ("tf_model.h5.index.json", OTHER_FORMATS),
+        ("rust_model.ot", OTHER_FORMATS),
+        ("Q4_K_M/x-00001-of-00002.gguf", OTHER_FORMATS),
+        ("metal/model.bin", OTHER_FORMATS),
+        ("openvino/openvino_model.xml", OTHER_FORMATS),
         ("onnx/model.onnx", OTHER_FORMATS),
+        ("onnx/decoder_model_merged_q4.onnx", OTHER_FORMATS),
+        ("model_fp16.onnx", OTHER_FORMATS),
+        ("onnx/model.onnx_data", OTHER_FORMATS),
+        ("model.onnx_data_1", OTHER_FORMATS),
+        ("model.onnx.data", OTHER_FORMATS),
+        ("training_args.bin", TRAINING),
+        ("optimizer.pt", TRAINING),
+        ("scheduler.pt", TRAINING),
+        ("rng_state.pth", TRAINING),
+        ("rng_state_7.pth", TRAINING),
+        ("random_states_0.pkl", TRAINING),
+        ("__0_0.distcp", TRAINING),
+        ("pytorch_model_fsdp_0/__3_0.distcp", TRAINING),
         ("checkpoint-500/config.json", TRAINING),
         ("checkpoint-500/model.safetensors", TRAINING),
         ("model0-mp8.safetensors", RANKS),
@@ -102,7 +143,14 @@ def test_weights_beside_a_whole_checkpoint(path: str, kind: Kind) -> None:
     assert beside([*SHARDS, INDEX, path], [*SHARDS, path], whole=True) == {}, "what the index lists is a shard"
 
 
-@pytest.mark.parametrize("path", ["tokenizer.bin", "vocab.bin", "speech-lora/adapter_model.safetensors", "vae/model.safetensors"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tokenizer.bin", "vocab.bin", "speech-lora/adapter_model.safetensors", "vae/model.safetensors", "campplus.onnx",
+        "audio_detokenizer/model.pt", "mm_projector.bin", "vocoder/pytorch_model.bin", "spk_dict.pt", "codec/x.onnx_data",
+        "assets/prompt.npz", "token2wav/flow.pt", "speech-encoder.bin.index.json",
+    ],
+)  # fmt: skip
 def test_what_a_server_may_need_is_carried(path: str) -> None:
     assert beside([*SHARDS, INDEX, path], SHARDS, whole=True) == {}
 
@@ -123,6 +171,30 @@ def test_without_an_index_another_cut_of_the_weights_counts_where_there_is_no_ot
 
 def test_where_listed_shards_are_absent_headers_must_tell() -> None:
     assert beside(["consolidated.safetensors", "pytorch_model.bin"], SHARDS, whole=False) == {"pytorch_model.bin": OTHER_FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        (["model.safetensors.1", "config.json.1", "config.json"], {"config.json.1": COPIES}),
+        ([SHARDS[0], f"{SHARDS[0]}.1", f"{SHARDS[0]}.2"], {f"{SHARDS[0]}.1": COPIES, f"{SHARDS[0]}.2": COPIES}),
+        ([".metadata", "x/.metadata", "x/__0_0.distcp"], {"x/.metadata": TRAINING, "x/__0_0.distcp": TRAINING}),
+        ([".metadata", "__0_0.distcp"], {".metadata": TRAINING, "__0_0.distcp": TRAINING}),
+    ],
+    ids=[
+        "pieces of one file are not copies of it",
+        "wget's second downloads",
+        "sharded save in a folder",
+        "sharded save at the root",
+    ],
+)
+def test_what_is_left_out_only_for_a_file_beside_it(names: list[str], left: dict[str, Kind]) -> None:
+    assert beside(names, SHARDS, whole=True) == left
+
+
+def test_of_two_downloads_neither_is_said_to_be_removable() -> None:
+    (note,) = notes({"model.safetensors.1": COPIES}, "here")
+    assert note.hint == "a second download makes them; compare both before you remove either"
 
 
 def test_one_note_a_kind() -> None:

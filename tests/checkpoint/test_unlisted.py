@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import INDEX
 from fse_convert.checkpoint.reader import PartialCheckpoint, read_checkpoint
+from fse_convert.checkpoint.unlisted import Judged, judge_unlisted
 from fse_convert.testing.patch import ShardPatch, Stored, edit_index, read_header, write_shard
 
 Make = Callable[..., Path]
@@ -92,9 +93,43 @@ def test_a_shard_that_the_index_forgot_is_never_to_be_removed(source: Make) -> N
     assert (problem.code, problem.where) == ("shard-unlisted", forgotten.name)
     assert "stand nowhere else" in problem.message
     assert "remove" not in problem.message + problem.hint
-    assert problem.hint.startswith(f"rewrite {INDEX} to list")
+    assert problem.hint.endswith(f"if its tensors are this model's, rewrite {INDEX} to list them")
     rewrite_index(root)
     assert read(root).problems == ()
+
+
+def test_a_drafter_without_layer_numbers_is_to_be_moved_before_anyone_rewrites_the_index(source: Make) -> None:
+    root = source()
+    drafter = root / "eagle3.safetensors"
+    names = ["d2t", "fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight"]
+    save(drafter, **dict.fromkeys(names, Stored("BF16", [4], bytes(8))))
+    (problem,) = read(root).problems
+    assert (problem.code, problem.where) == ("shard-unlisted", drafter.name)
+    move, rewrite = problem.hint.split("; ")
+    assert move == "if it is of another model, such as a drafter, move it to a folder of its own"
+    assert rewrite.startswith("if its tensors are this model's")
+    drafter.unlink()
+    assert read(root).problems == ()
+
+
+@pytest.mark.parametrize(("name", "foreign"), [("model-00009-of-00009.safetensors", False), ("other.safetensors", True)])
+def test_a_shard_with_a_name_like_the_listed_ones_is_never_anothers(name: str, foreign: bool, source: Make) -> None:
+    root = source()
+    save(root / name, **{"transformer.h.0.attn.c_attn.weight": Stored("BF16", [4], bytes(8))})
+    found = read(root)
+    assert [p.code for p in found.problems] == ([] if foreign else ["shard-unlisted"])
+    assert [n.code for n in found.checkpoint.notes] == (["left-out"] if foreign else [])
+
+
+def test_without_an_unlisted_shard_no_tensor_is_looked_at() -> None:
+    class Untouched(dict[str, str]):
+        def items(self) -> NoReturn:
+            raise AssertionError
+
+        __iter__ = items
+
+    judged = judge_unlisted({}, Untouched({"layers.0.w": "a.safetensors"}), {}, ["a.safetensors"])
+    assert judged == Judged(left={}, problems=(), explained=frozenset())
 
 
 def test_an_index_of_an_earlier_sharded_save_beside_one_whole_file(made: Make, source: Make) -> None:

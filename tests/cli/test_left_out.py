@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, list[str], Callable[[Path], object] | bytes]] = {
     "DS_Store": ("macOS", [".DS_Store"], b"\0\0\0\1Bud1"),
     "Windows": ("Windows", ["Thumbs.db", "desktop.ini"], b"x"),
     "incomplete": ("unfinished", ["model-00001-of-00002.safetensors.incomplete"], b"x"),
+    "ModelScope": ("unfinished download of ModelScope", ["._____temp/model-00001-of-00002.safetensors"], b"x"),
     "NFS": ("placeholders", [".nfs00000000a3c0f5e00000001"], b"x"),
     "FUSE": ("placeholders", [".fuse_hidden0000000a00000001"], b"x"),
     "editor": ("editors", ["config.json~", ".config.json.swp", "#config.json#", "config.json.orig", "config.json.bak"], b"{"),
@@ -45,10 +46,12 @@ KINDS: dict[str, tuple[str, list[str], Callable[[Path], object] | bytes]] = {
     "another index": ("indexes", ["model.fp8.safetensors.index.json"], b'{"weight_map": {}}'),
     "old weights": (
         "other formats",
-        ["pytorch_model.bin", "consolidated.00.pth", "x.gguf", "tf_model.h5", "f.msgpack", "m.pt"],
+        ["pytorch_model.bin", "consolidated.00.pth", "x.gguf", "tf_model.h5", "flax_model.msgpack", "model.pt"],
         b"x",
     ),
     "training": ("training", ["checkpoint-500/config.json", "checkpoint-500/model.safetensors"], b"x"),
+    "states of a training": ("training", ["training_args.bin", "optimizer.pt", "fsdp_0/__0_0.distcp", "fsdp_0/.metadata"], b"x"),
+    "numbered": ("numbered copies", ["config.json.1", "config.json.2"], b"{}"),
     "leftover": ("stand in listed ones", ["model.safetensors"], copy_of_a_shard),
     "variant": ("other forms", ["model.fp16.safetensors"], shard),
 }
