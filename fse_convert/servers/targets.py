@@ -181,7 +181,8 @@ TARGETS: tuple[Target, ...] = (
         held_twice=SGLANG_SCALES_TWICE, slots="models/deepseek_v4.py:3418-3444",
     ),
     Target(
-        "sglang-0.5.21", "SGLang", "0.5.21", MEGAMOE_512, "layers/moe/mega_moe.py:99-111", SGLANG,
+        "sglang-0.5.21", "SGLang", "0.5.21", MEGAMOE_512, "layers/moe/mega_moe.py:99-111; V4.1: models/deepseek_v4.py:4865",
+        f"{SGLANG}; V4.1 as text: --json-model-override-args '{{\"vision_n_layers\": 0}}'",
         fuses=False, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256,
         classes=SGLANG_CLASSES_0_5_21, held_twice=SGLANG_SCALES_TWICE, slots="models/deepseek_v4.py:5045-5071",
     ),

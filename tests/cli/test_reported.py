@@ -1,0 +1,112 @@
+"""Faults that people met, each with what is right: small commands on small checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fse_convert.checkpoint.names import INDEX
+from tests.conftest import digests
+
+Make = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
+
+
+def edit(root: Path, change: dict[str, Any], section: str = "") -> None:
+    path = root / "config.json"
+    config = json.loads(path.read_text())
+    (config[section] if section else config).update(change)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("depth", [1, 3, 10**12])
+def test_a_depth_in_another_section_is_a_conflict(depth: int, source: Make, run: Run, tmp_path: Path) -> None:
+    root = source()
+    edit(root, {"num_hidden_layers": depth})  # the right one stands in text_config; loaders disagree on which they read
+    code, out, err = run("inspect", root, "--require", "vllm-0.33")
+    assert code == 1
+    assert "config-layers" in out + err
+    code, _, err = run(root, tmp_path / "out", "--dry-run")
+    assert code == 3
+    assert "hint:  set both to 2" in err
+
+
+def test_a_depth_that_no_model_has_is_told_at_once(source: Make, run: Run) -> None:
+    root = source()
+    edit(root, {"num_hidden_layers": 10**12}, "text_config")
+    code, _, err = run("inspect", root)
+    assert code == 3
+    assert "error[layers-missing]" in err
+
+
+def test_a_model_type_of_another_type(source: Make, run: Run) -> None:
+    root = source()
+    edit(root, {"model_type": ["deepseek_v41"], "architectures": 7})
+    code, _, err = run("inspect", root)
+    assert code == 0
+    assert "bug" not in err
+
+
+@pytest.mark.parametrize("name", ["sub/model-00001-of-00007.safetensors", "./model-00001-of-00007.safetensors", "model.bin"])
+def test_an_index_that_names_what_servers_do_not_read(name: str, source: Make, run: Run) -> None:
+    root = source()
+    index = json.loads((root / INDEX).read_text())
+    first = "model-00001-of-00007.safetensors"
+    (root / INDEX).write_text(
+        json.dumps({**index, "weight_map": {t: name if n == first else n for t, n in index["weight_map"].items()}})
+    )
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / first).rename(root / name)
+    code, _, err = run("inspect", root)
+    assert code == 3
+    assert "error[index-path]" in err
+
+
+def test_hints_are_not_given_where_they_do_not_help(made: Make, run: Run) -> None:
+    """BF16 experts are refused for their format too, so converting for the server would change nothing."""
+    _, text, _ = run("inspect", made("bf16"), "--json", "--target", "sglang-0.5.21", "--target", "vllm-0.29")
+    for target in json.loads(text)["targets"]:
+        codes = {r["code"] for r in target["reasons"]}
+        assert {"width-alignment", "routed-format"} <= codes
+        assert not any("convert with" in r["hint"] for r in target["reasons"])
+    _, text, _ = run("inspect", made(), "--json", "--target", "sglang-0.5.21")
+    assert json.loads(text)["targets"][0]["reasons"][0]["hint"] == "convert with --target sglang-0.5.21"
+
+
+@pytest.mark.parametrize("mine", ["notes.txt", "lora/adapter.bin", "fse/mine.json"])
+def test_overwrite_deletes_nothing_that_it_did_not_write(mine: str, output: Make, made: Make, run: Run) -> None:
+    out = output()
+    (out / mine).parent.mkdir(exist_ok=True)
+    (out / mine).write_text("mine")
+    before = digests(out)
+    code, _, err = run(made(), out, "--overwrite")
+    assert code == 2
+    assert "error[output-foreign]" in err
+    assert mine in err
+    assert digests(out) == before
+    (out / mine).unlink()
+    assert run(made(), out, "--overwrite", "-q")[0] == 0
+
+
+def test_files_of_the_hubs_upload_are_bookkeeping(output: Make, made: Make, run: Run) -> None:
+    out = output()
+    for name in ("config.json.metadata", "config.json.lock"):
+        path = out / ".cache/huggingface/upload" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    assert run("verify", out, "--source", made())[0] == 0
+
+
+def test_restore_follows_no_link_out_of_the_output(output: Make, run: Run, tmp_path: Path) -> None:
+    out, secret = output(), tmp_path / "secret"
+    secret.write_text("secret")
+    (out / "README.md").unlink()
+    (out / "README.md").symlink_to(secret)
+    code, _, err = run("restore", out, tmp_path / "original")
+    assert code == 1
+    assert "error[link-outside]" in err
+    assert not (tmp_path / "original").exists()
