@@ -85,6 +85,17 @@ def test_only_what_cannot_be_this_models_is_left_out(names: list[str], foreign: 
     assert [n.code for n in found.checkpoint.notes] == (["left-out"] if foreign else [])
 
 
+def test_a_drafter_that_the_index_forgot_whole_is_not_foreign(source: Make) -> None:
+    root = source()
+    for shard in shards(root):
+        with ShardPatch(shard) as patch:
+            patch.tensors = {name: t for name, t in patch.tensors.items() if not name.startswith("mtp.")}
+    edit_index(root, lambda i: i.update(weight_map={t: n for t, n in i["weight_map"].items() if not t.startswith("mtp.")}))
+    assert read(root).problems == ()
+    save(root / "extra.safetensors", **{"mtp.0.hnorm.weight": Stored("BF16", [4], bytes(8))})
+    assert [(p.code, p.where) for p in read(root).problems] == [("shard-unlisted", "extra.safetensors")]
+
+
 def test_a_shard_that_the_index_forgot_is_never_to_be_removed(source: Make) -> None:
     root = source()
     forgotten = next(p for p in shards(root) if any(n.startswith("mtp.") for n in read_header(p)[0]))
@@ -150,6 +161,19 @@ def test_a_renamed_shard(source: Make) -> None:
     assert problem.code == "index-stale"
     assert problem.hint == f"rename renamed.safetensors to {first.name}"
     (root / "renamed.safetensors").rename(first)
+    assert read(root).problems == ()
+
+
+def test_a_shard_with_more_than_the_absent_one_is_not_to_be_renamed(source: Make) -> None:
+    """Under the listed name its other tensors would stay unlisted."""
+    root = source()
+    first = shards(root)[0]
+    first.rename(root / "renamed.safetensors")
+    with ShardPatch(root / "renamed.safetensors") as shard:
+        shard.tensors["layers.0.new.weight"] = Stored("BF16", [4], bytes(8))
+    (problem,) = read(root).problems
+    assert (problem.code, problem.hint) == ("index-stale", "keep the shards, and rewrite the index to list them")
+    rewrite_index(root)
     assert read(root).problems == ()
 
 

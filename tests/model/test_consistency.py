@@ -96,8 +96,11 @@ def test_an_exclusion_that_the_tensors_do_not_follow() -> None:
 
 
 def test_nvidias_mixed_checkpoints_exclude_from_nvfp4_what_stays_fp8() -> None:
-    quant = {**FP8, "moe_quant_algo": "NVFP4", "ignore": ["*.ffn.shared_experts.*", "mtp.*"]}
-    assert conflicts(Model(routed="nvfp4"), quant) == []
+    left_out = ["*.ffn.shared_experts.*", "mtp.*"]
+    for key in ("ignore", "ignored_layers", "modules_to_not_convert"):
+        assert conflicts(Model(routed="nvfp4"), {**FP8, "moe_quant_algo": "NVFP4", key: left_out}) == []
+    (said, *_) = conflicts(Model(), {**FP8, "ignored_layers": left_out})
+    assert "ignored_layers excludes" in said
 
 
 def test_modelopts_own_file_is_read_where_config_json_says_nothing() -> None:

@@ -244,23 +244,34 @@ def test_minimax_m3_is_built_by_two_rules_that_must_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "left_out"),
+    ("model_type", "n_shared", "left_out", "value"),
     [
-        ("minimax_m3", ("shared_intermediate_size",)),
-        ("dots3_note", ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")),
+        ("minimax_m3", 2, ("shared_intermediate_size",), 2 * WIDTH),
+        ("dots3_note", 1, ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), WIDTH),
+        ("dots3_note", 2, ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), WIDTH),
     ],
 )
-def test_a_default_of_some_loaders_is_noted(model_type: str, left_out: tuple[str, ...]) -> None:
-    model = next(m for m in MODELS if m.model_type == model_type)
+def test_a_default_of_some_loaders_is_noted(model_type: str, n_shared: int, left_out: tuple[str, ...], value: int) -> None:
+    model = next(m for m in MODELS if (m.model_type, m.n_shared) == (model_type, n_shared))
     stated = {k: v for k, v in model.stated(WIDTH).items() if k not in left_out}
     (note,) = config_notes(plan(placed(model, {**model.config, **stated}, "flat"), model.tensors()))
     assert (note.code, left_out[0] in note.message) == ("config-default", True)
+    assert note.hint == f'add "{left_out[0]}": {value} to the top level, as the tensors have it, and convert again'
     full = plan(placed(model, {**model.config, **model.stated(WIDTH)}, "flat"), model.tensors())
     assert list(config_notes(full)) == []
 
 
-def test_a_key_that_keeps_the_old_width_is_noted() -> None:
-    model = next(m for m in MODELS if m.model_type == "deepseek_v3")
-    config = placed(model, {**model.config, **model.stated(WIDTH), "intermediate_size": WIDTH}, "flat")
-    (note,) = config_notes(plan(config, model.tensors()))
-    assert (note.code, "intermediate_size stays 384" in note.message) == ("config-width-kept", True)
+@pytest.mark.parametrize(
+    ("key", "value", "noted"),
+    [
+        ("intermediate_size", WIDTH, True),
+        ("shared_intermediate_size", 2 * WIDTH, True),
+        ("shared_intermediate_size", 3 * WIDTH, False),
+    ],
+)
+def test_a_key_that_keeps_the_old_width_is_noted(key: str, value: int, noted: bool) -> None:
+    """Of one expert, or of all shared experts together."""
+    model = next(m for m in MODELS if (m.model_type, m.n_shared) == ("deepseek_v2", 2))
+    config = placed(model, {**model.config, **model.stated(WIDTH), key: value}, "flat")
+    found = [(n.code, n.message.partition(":")[0]) for n in config_notes(plan(config, model.tensors()))]
+    assert found == ([("config-width-kept", f"{key} stays {value}")] if noted else [])

@@ -60,6 +60,10 @@ def unsafe(about: Subject, code: str) -> dict[str, str]:
     return found
 
 
+NATIVE_FP4 = Model(shared="mxfp4", config={"quantization_config": FP8})
+QUARKS_NAMES = replace(NATIVE_FP4, routed="mxfp4-u8", shared="mxfp4-u8")
+REGULAR = {r"re:mtp\.0\.ffn\.shared_experts\..*": FP8_SPEC}
+SHARED_NAMES = [f"{layer}.ffn.shared_experts.w{n}" for layer in ("layers.0", "layers.1", "mtp.0") for n in (1, 2, 3)]
 CASES: list[tuple[str, Model, str, dict[str, str]]] = [
     ("FP8 experts with E8M0 scales", fp8("fp8-128"), "fp8-e8m0-scales", dict.fromkeys(EVERY, "xxx")),
     ("FP8 experts with E8M0 scales as bytes", fp8("fp8-32-u8"), "fp8-e8m0-scales", dict.fromkeys(EVERY, "xxx")),
@@ -81,6 +85,8 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
     ("the official V4", Model(shared="fp8-128"), "aiter-fp4-overlooked", dict.fromkeys(AITER[1:4], "xxx")),
     ("V4 with FP8 experts", fp8("fp8-128-f32-scale"), "aiter-fp4-overlooked", {}),
     ("V4 by Quark", quark(), "aiter-fp4-overlooked", {}),
+    ("V4 by Quark, scales under their native name", quark("mxfp4", routed="mxfp4"), "aiter-fp4-overlooked", {}),
+    ("MXFP4 in both, scales under Quark's name", QUARKS_NAMES, "aiter-fp4-overlooked", {}),
     ("FP8 experts: the drafter", fp8("fp8-128-f32-scale"), "aiter-drafter-slots", dict.fromkeys(AITER[1:], "ffx")),
     ("Quark, MXFP4 in the drafter too", quark(), "aiter-drafter-slots", dict.fromkeys(AITER, "ffx")),
     (
@@ -130,6 +136,12 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
         {},
     ),
     (
+        "V4.1: Quark excludes BF16 by names, which 0.30 does not rename and so does not find",
+        Model(routed="mxfp4-u8", shared="bf16", config={**V41, "quantization_config": {**QUARK, "exclude": SHARED_NAMES}}),
+        "quark-exclude-glob",
+        {},
+    ),
+    (
         "Quark says alike, stored otherwise",
         quark("bf16"),
         "aiter-storage-differs",
@@ -140,14 +152,12 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
     ("Quark's MXFP4 scales as bytes", quark(), "quark-e8m0-typed", {}),
     ("Quark says alike, BF16 goes into a slot", quark("bf16"), "slot-storage-differs", dict.fromkeys(SLOTS, "xxx")),
     ("Quark excludes BF16", quark("bf16", exclude=["re:.*shared_experts.*"]), "slot-storage-differs", {}),
-    (
-        "native MXFP4 in both",
-        Model(shared="mxfp4", config={"quantization_config": FP8}),
-        "slot-scale-lost",
-        dict.fromkeys(SLOTS, "xxx"),
-    ),
+    ("native MXFP4 in both", NATIVE_FP4, "slot-scale-lost", dict.fromkeys(SLOTS, "xxx")),
     ("native MXFP4 beside FP8", Model(shared="fp8-128"), "slot-scale-lost", {}),
     ("MXFP4 with U8 scales in both", quark(), "slot-scale-lost", {}),
+    ("MXFP4 with U8 scales in both, not by Quark", QUARKS_NAMES, "slot-scale-lost", {}),
+    ("MXFP4 under native names by Quark", quark("mxfp4", routed="mxfp4"), "slot-scale-lost", {}),
+    ("native MXFP4 in both, too wide for a slot", replace(NATIVE_FP4, shared_width=512), "slot-scale-lost", {}),
     (
         "V4.1's FP8 blocks",
         Model(
@@ -160,7 +170,7 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
     ("V4's FP8 blocks", fp8("fp8-128"), "sglang-block-32", {}),
     (
         "Quark keys that are regular expressions",
-        quark("mxfp4-u8", "fp8-128-quark", layer_quant_config={r"re:mtp\\.0\\.ffn\\.shared_experts\\..*": FP8_SPEC}),
+        quark("mxfp4-u8", "fp8-128-quark", layer_quant_config=REGULAR),
         "quark-modules-misread",
         {
             **dict.fromkeys(AITER[2:], "ffx"),
@@ -209,6 +219,25 @@ def named(*, exact: bool = True, twins: bool = True) -> Subject:
 )
 def test_quark_modules_that_a_server_does_not_find(about: Subject, expected: dict[str, str]) -> None:
     assert without_kernel(unsafe(about, "quark-modules-misread")) == without_kernel(expected)
+
+
+def test_modules_of_v41_by_quark_are_not_judged_in_vllm_whose_loader_fails_before() -> None:
+    """Every layer of V4.1 fails by `aiter-slots-unloaded`; unfused it was not run."""
+    model = quark("mxfp4-u8", "fp8-128-quark", layer_quant_config=REGULAR)
+    assert "vllm-0.33-aiter" in unsafe(model.subject(), "quark-modules-misread")
+    found = unsafe(replace(model, config={**model.config, **V41}).subject(), "quark-modules-misread")
+    assert [name for name in found if "aiter" in name] == []
+
+
+def test_sglang_loads_the_first_layer_of_the_drafter_alone() -> None:
+    """NextN has one block, of mtp.0 (0.5.23 models/deepseek_v4_nextn.py): modules of mtp.1 are not built, so not misread."""
+    named = {f"mtp.0.ffn.shared_experts.w{n}": FP8_SPEC for n in (1, 2, 3)}
+    for entries, expected in ((named, []), ({}, [2])):
+        model = replace(quark("mxfp4-u8", "fp8-128-quark", layer_quant_config=entries), mtp=2)
+        found = answers(model.subject())
+        for name in SLOTS[2:]:
+            misread = [i for i, v in enumerate(found[name].layers) if "quark-modules-misread" in {r.code for r in v.reasons}]
+            assert misread == expected
 
 
 def test_the_factorys_quark_checkpoint_fuses_in_the_main_layers_and_not_in_the_drafter() -> None:
@@ -267,6 +296,10 @@ def test_the_heterogeneous_kernel_fuses_v4_pro_as_published() -> None:
             "shared experts are not block-128 FP8",
         ),
         (
+            replace(PRO, config={**PRO.config, "quantization_config": {**FP8, "moe_quant_algo": "NVFP4"}}),
+            "routed experts use NVFP4",
+        ),
+        (
             replace(PRO, routed="mxfp4-u8", shared="mxfp4-u8", config={**PRO.config, "quantization_config": QUARK}),
             "the DeepSeek V4 FP8 quantization config is not active",
         ),
@@ -280,9 +313,10 @@ def test_the_heterogeneous_kernel_is_for_v4_pro_alone(model: Model, message: str
     assert message in "; ".join(n.message for n in taken.notes if n.code == "aiter-heterogeneous")
 
 
-def test_the_heterogeneous_kernel_needs_the_tensors_that_the_config_tells_of() -> None:
+@pytest.mark.parametrize("shared", ["fp8-128-f32-scale", "fp8-32", "mxfp4"])
+def test_the_heterogeneous_kernel_needs_the_tensors_that_the_config_tells_of(shared: str) -> None:
     quantized = {**PRO.config, "quantization_config": FP8}
-    found = unsafe(replace(PRO, shared="fp8-128-f32-scale", config=quantized).subject(), "aiter-storage-differs")
+    found = unsafe(replace(PRO, shared=shared, config=quantized).subject(), "aiter-storage-differs")
     assert {name: found.get(name) for name in FHMOE} == dict.fromkeys(FHMOE, "x")
 
 
@@ -292,9 +326,12 @@ def test_the_drafter_of_v4_pro_is_judged_without_the_heterogeneous_kernel() -> N
     assert letters == {**dict.fromkeys(FHMOE[:3], "fusuns"), FHMOE[3]: "fusunf"}
 
 
-def test_every_row_has_a_way_out_and_a_source() -> None:
-    tried = {case[2] for case in CASES} | {"slot-unchecked"}
-    for row in (*HAZARDS, *LAST):
-        assert row.hint
-        assert row.source
-        assert row.code in tried
+def test_every_row_has_a_way_out_a_source_and_a_case_of_its_own() -> None:
+    rows = [(row.code, row.hint) for row in (*HAZARDS, *LAST)]
+    assert all(row.hint and row.source for row in (*HAZARDS, *LAST))
+    assert len(set(rows)) == len(rows), "rows of one code differ in the way out, or no case can tell which of them applied"
+    excluded = glm("bf16", {**QUARK, "exclude": ["re:.*shared_experts.*"]})
+    different = replace(PRO, shared="fp8-32", config={**PRO.config, "quantization_config": FP8}).subject()
+    tried = [*(case[1].subject() for case in CASES), named(), excluded, different]
+    told = {(r.code, r.hint) for about in tried for answer in judge(about) for v in answer.layers for r in v.reasons}
+    assert [row for row in rows if row not in told] == []
