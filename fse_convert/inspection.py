@@ -13,7 +13,7 @@ from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.names import CONFIG, QUANT_CONFIG
 from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, read_checkpoint
 from fse_convert.errors import ExitCode, Problem, folded
-from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.costs import Costs, Serving, costs
@@ -79,7 +79,11 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     problems = _layer_problems(reading, description)
     broken = folded((*reading.problems, *(p for p in problems if p.code not in NOT_UNDERSTOOD)))
     unsupported = folded(p for p in problems if p.code in NOT_UNDERSTOOD)
-    conflicts = description.conflicts if {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread) else ()
+    conflicts: tuple[Problem, ...] = ()
+    if {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread):
+        family = description.family if description.layers else None
+        sizes = unstated(family, checkpoint.config, description.n_shared) if family else ()
+        conflicts = (*description.conflicts, *sizes)
     answers = tuple(_without_false_yes(a, broken, unsupported, conflicts) for a in judge(about))
     return Inspection(
         checkpoint,
@@ -98,8 +102,9 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
 def _without_false_yes(
     answer: Answer, broken: Sequence[Problem], unsupported: Sequence[Problem], conflicts: Sequence[Problem]
 ) -> Answer:
-    """Replace fused by unknown where the checkpoint is broken or not understood, by unsafe where its config would not load it."""
+    """Replace fused by unknown where a checkpoint is broken, not understood or not described, by unsafe where it would not load."""
     unloadable = tuple(Problem(c.code, str(c), hint=c.hint) for c in conflicts if c.code in LOAD_CONFLICTS)
+    vague = [Problem(c.code, str(c), hint=c.hint) for c in conflicts if c.code == "config-unstated"]
     if broken:
         message = "the checkpoint is broken: what a server makes of it is known once it is mended"
         doubt = because(Outcome.UNKNOWN, "checkpoint-broken", message, "mend what the errors name")
@@ -107,6 +112,8 @@ def _without_false_yes(
         doubt = not_understood(unsupported)
     elif unloadable:
         doubt = Verdict(Outcome.UNSAFE, unloadable)
+    elif vague:
+        doubt = not_understood(vague)
     else:
         return answer
     withdrawn = (Outcome.FUSED, Outcome.UNSAFE) if broken else (Outcome.FUSED,)

@@ -74,6 +74,20 @@ def _number_conflicts(
             yield Problem("config-width", message, "config.json")
 
 
+def unstated(family: Family, config: Mapping[str, Any], n_shared: int) -> Iterator[Problem]:
+    """Find sizes of the model that config.json does not state as integers: loaders take a default of their own, or raise."""
+    widths = tuple(w.key for w in family.widths if w.share is Share.ROUTED and not w.optional)
+    shared = family.n_shared_keys if n_shared else ()
+    for keys in (("hidden_size",), ("num_hidden_layers",), widths, family.n_routed_keys, shared):
+        found = list(family.stated(config, *keys))
+        if keys and not found:
+            yield Problem("config-unstated", f"there is no {' or '.join(keys)}", "config.json", "state what the tensors have")
+        for s in found:
+            if isinstance(s.value, bool | float | str):
+                message = f"{s.path} is {s.value!r}, expected an integer"
+                yield Problem("config-unstated", message, "config.json", "write it as an integer")
+
+
 def _common(values: Iterable[int]) -> int | None:
     """Return the one value that all have; None where they differ or there is none."""
     distinct = set(values)

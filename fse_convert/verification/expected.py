@@ -7,6 +7,7 @@ the planner's and the writer's code: a mistake there shows as a mismatch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -204,6 +205,8 @@ def edited(config: Mapping[str, Any], edits: Iterable[ConfigEdit]) -> dict[str, 
 
 
 def swiglu_limit(source: Source) -> float | None:
-    """Return the model's clamp of gate and up, from the config section that holds the widths; None for none."""
+    """Return the model's clamp of gate and up, from the config section that holds the widths; None for none that clamps."""
     value = place(source.checkpoint.config, source.description.section).get("swiglu_limit")
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value < math.inf else None

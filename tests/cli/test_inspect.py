@@ -60,7 +60,7 @@ def test_a_strip_has_a_cell_per_layer_and_the_drafter_apart(run: Run, v41: Path)
 
 def test_a_mixed_model_is_seen_at_a_glance(run: Run, made: Made) -> None:
     _, out, _ = run("inspect", made("quark-mxfp4", layers=4, mtp=1))
-    assert re.search(re.escape(FROM_031) + r" +░░░░ █  mixed 1/5", out)
+    assert re.search(re.escape(f"{FROM_031}-aiter") + r" +████ ░  mixed 4/5", out)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
@@ -188,7 +188,7 @@ def test_markdown_has_tables_that_github_renders(run: Run, v41: Path) -> None:
 
 def test_markdown_names_the_layers_that_differ(run: Run, made: Made) -> None:
     _, out, _ = run("inspect", made("quark-mxfp4", layers=4, mtp=1), "--format", "markdown")
-    assert f"| {FROM_031} | :x: mixed 1/5 | `layers.0..3.ffn (4)` | " in out
+    assert f"| {FROM_031}-aiter | :x: mixed 4/5 | `mtp.0.ffn` | " in out
 
 
 def test_github_annotations_come_before_the_markdown(run: Run, v41: Path) -> None:

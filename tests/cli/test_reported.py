@@ -43,6 +43,31 @@ def test_a_depth_that_no_model_has_is_told_at_once(source: Make, run: Run) -> No
     assert "error[layers-missing]" in err
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("moe_intermediate_size", None), ("hidden_size", None), ("n_routed_experts", None),
+        ("num_hidden_layers", None), ("moe_intermediate_size", 384.0), ("n_shared_experts", "1"), ("num_hidden_layers", "2"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("target", ["vllm-0.33", "sglang-0.5.23", "sglang-0.5.23-slots"])
+def test_a_size_that_the_config_does_not_state(key: str, value: object, target: str, source: Make, run: Run) -> None:
+    root = source()
+    assert run("inspect", root, "--require", target)[0] == 0
+    edit(root, {key: value}, "text_config")
+    code, out, err = run("inspect", root, "--require", target)
+    assert code == 1
+    assert "config-unstated" in out
+    assert f"{target} is not known to fuse: config-unstated" in err
+
+
+@pytest.mark.parametrize("limit", [float("nan"), -1, 0, "10"])
+def test_a_clamp_that_clamps_nothing_is_none(limit: object, source: Make, run: Run, tmp_path: Path) -> None:
+    root = source()
+    edit(root, {"swiglu_limit": limit}, "text_config")
+    assert run(root, tmp_path / "out", "-q")[0] == 0
+
+
 def test_a_model_type_of_another_type(source: Make, run: Run) -> None:
     root = source()
     edit(root, {"model_type": ["deepseek_v41"], "architectures": 7})

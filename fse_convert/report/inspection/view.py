@@ -214,12 +214,19 @@ def _sections(found: Inspection, required: frozenset[str], *, everything: bool) 
 
 def _is_silent(answer: Answer) -> bool:
     codes = {r.code for v in (answer.model, *answer.layers) for r in v.reasons}
-    return not answer.layers or (bool(codes) and codes <= NO_PATH)
+    return not answer.layers or (bool(codes) and codes <= NO_PATH) or _falls_back(answer)
+
+
+def _falls_back(answer: Answer) -> bool:
+    """Tell whether the server goes on as another row says, without the kernel that the target is about."""
+    return any(n.code == "aiter-heterogeneous" for n in answer.notes)
 
 
 def _silence(answer: Answer) -> tuple[str, str]:
-    what = "rule" if answer.model.outcome is Outcome.UNKNOWN else "path"
-    return f"{LOOKS[answer.model.outcome].word}, no {what} for this model", answer.name
+    why = f"no {'rule' if answer.model.outcome is Outcome.UNKNOWN else 'path'} for this model"
+    if _falls_back(answer):
+        why = "as without its kernel, which this model does not get"
+    return f"{LOOKS[answer.model.outcome].word}, {why}", answer.name
 
 
 def _generic(reason: Reason, release: str, name: str = "\0", hint: str = "\0") -> Reason:
