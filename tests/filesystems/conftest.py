@@ -65,6 +65,14 @@ class Disks:
         layers = f"lowerdir={disk}/lower,upperdir={disk}/upper,workdir={disk}/work"
         return self.mount("-t", "overlay", "-o", layers, "overlay")
 
+    def fuse(self, below: Path) -> Path:
+        """Return a FUSE file system that shows a folder."""
+        target = self.folder / f"mount{len(self.mounted)}"
+        target.mkdir()
+        call("bindfs", below, target)
+        self.mounted.append(target)
+        return target
+
     def squashed(self, source: Path) -> Path:
         """Return a read-only file system that holds what a folder holds."""
         image = self.folder / f"image{len(self.mounted)}"

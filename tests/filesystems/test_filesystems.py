@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filesystems]
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 Digest = Callable[[Path], dict[str, str]]
-KINDS = ["ext4", "xfs", "xfs without reflinks", "btrfs", "tmpfs", "overlay"]
+KINDS = ["ext4", "xfs", "xfs without reflinks", "btrfs", "tmpfs", "overlay", "fuse"]
 CLONES = {"xfs", "btrfs"}
 KNOBS = {"layers": 3, "experts": 8}
 CARRIED = ("--target", "megamoe-128")
@@ -37,7 +37,7 @@ def disk_with(kind: str, source: Path, disks: Disks) -> tuple[Path, Path]:
     if kind == "overlay":
         disk = disks.overlay(source)
         return disk, disk / source.name
-    disk = disks.make(kind)
+    disk = disks.fuse(disks.make("tmpfs")) if kind == "fuse" else disks.make(kind)
     return disk, Path(shutil.copytree(source, disk / "source"))
 
 
