@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fse_convert.model.moe import LayerKind
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.servers.judge import Answer, Question
 from fse_convert.servers.naming import Named
@@ -53,12 +54,17 @@ class Advice:
     runs: tuple[Target, ...] = ()
 
 
+REQUANTISED = frozenset({"slot-requantised", "aiter-requantised"})
+"""Notes of a fusion that does not compute with the checkpoint's own values."""
+
+
 def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int = 1, place: str = "CHECKPOINT") -> Advice:
     """Say what to do; a command is named only if it would run. ``plans``: as `planner` makes it. ``place``: its path."""
     asked = {q: [a for a in answers if a.question is q and a.engine != CONTRACT] for q in Question}
     if not checkpoint.description.layers:
         return Advice()
-    sentences = [f"{TOPICS[q]}: {_answer(rows)}" for q, rows in asked.items() if rows]
+    decoder = [i for i, d in enumerate(checkpoint.description.layers) if d.layer.kind is LayerKind.DECODER]
+    sentences = [f"{TOPICS[q]}: {_answer(rows, decoder)}" for q, rows in asked.items() if rows]
     native = {a.name: a for a in asked[Question.NATIVE]}
     rows = [t for t in TARGETS if t.name in native]
     fused = [t for t in rows if native[t.name].fused]
@@ -80,11 +86,25 @@ def _command(gain: Gain, tp: int, place: str) -> str:
     return " ".join(["fse-convert", shlex.quote(place), "OUT --target", gain.target.name, *options])
 
 
-def _answer(rows: Sequence[Answer]) -> str:
-    """Say who fuses a checkpoint, else why the newest release of the first server does not, and whom not to serve it with."""
+def _answer(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
+    """Say who fuses a checkpoint, else why the newest release of the first server does not, and whom not to serve it with.
+
+    ``decoder``: where the verdicts of decoder layers stand in an answer's.
+    """
     fused = [a for a in rows if a.fused]
+    changed = [a for a in fused if REQUANTISED.intersection(n.code for n in a.notes)]
+    partly = [a for a in rows if a.model.outcome is Outcome.UNFUSED and decoder and all(a.layers[i].fused for i in decoder)]
     unsafe = [a for a in rows if a.model.outcome is Outcome.UNSAFE]
-    said = [f"{releases(fused, rows)} fuse{'s' if len(fused) == 1 else ''} this checkpoint as is." if fused else _none(rows)]
+    said = [
+        f"{releases(chosen, rows)} fuse{'s' if len(chosen) == 1 else ''} {what}."
+        for chosen, what in (
+            ([a for a in fused if a not in changed], "this checkpoint as is"),
+            (changed, "it with shared experts requantised while loading, so with other numbers"),
+            (partly, "its decoder layers, and not the drafter"),
+        )
+        if chosen
+    ]
+    said = said or [_none(rows)]
     if unsafe:
         hints = dict.fromkeys(r.hint for r in unsafe[-1].model.reasons if r.hint)
         way_out = f": {'; '.join(hints)}" if hints else ""
