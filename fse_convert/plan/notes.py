@@ -101,7 +101,9 @@ def refusal(plan: Plan) -> Problem | None:
     if target.is_contract or decision.server.outcome in (Outcome.FUSED, Outcome.UNFUSED):
         return None
     reasons = "; ".join(r.message for r in decision.server.reasons)
-    message = f"{target.title} refuses to run MegaMoE on the output's standard layout: {reasons}"
+    verb = {Outcome.UNKNOWN: "is not known to run", Outcome.UNSAFE: "fails, or computes wrong numbers, when it runs"}
+    does = verb.get(decision.server.outcome, "refuses to run")
+    message = f"{target.title} {does} MegaMoE on the output's standard layout: {reasons}"
     hint = f"--allow-unfused converts anyway; fse-convert inspect {plan.source.checkpoint.folder.label} says which servers fuse it"
     return Problem("server-refuses", message, hint=hint)
 
