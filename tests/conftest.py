@@ -35,9 +35,10 @@ def pytest_configure() -> None:
     def noting(make: Callable[..., None]) -> Callable[..., None]:
         def noted(self: Problem | Mismatch, *args: Any, **kwargs: Any) -> None:
             make(self, *args, **kwargs)
-            makers = (sys._getframe(depth).f_globals.get("__name__", "") for depth in (1, 2))  # `replace` stands between
-            if any(name.startswith("fse_convert.") for name in makers):
-                CODES.add(self.code)
+            maker = sys._getframe(1)
+            for frame in (maker, maker.f_back):  # `replace` stands between
+                if frame and str(frame.f_globals.get("__name__")).startswith("fse_convert."):
+                    CODES.add(self.code)
 
         return noted
 
