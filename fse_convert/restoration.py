@@ -263,8 +263,8 @@ class Restoration:
 
     def _is_own(self, name: str) -> bool:
         """Tell whether a file lies in the output, or among the blobs of the hub cache that the output lies in."""
-        path = self.folder.path(name).resolve()
-        return path.is_relative_to(self.folder.root.resolve()) or path.parent.name == "blobs"
+        path, root = self.folder.path(name).resolve(), self.folder.root.resolve()
+        return path.is_relative_to(root) or path.parent == root.parent.parent / "blobs"
 
     def _may_differ(self, name: str) -> bool:
         return not self.strict and is_editable(name)

@@ -126,8 +126,10 @@ def test_files_of_the_hubs_upload_are_bookkeeping(output: Make, made: Make, run:
     assert run("verify", out, "--source", made())[0] == 0
 
 
-def test_restore_follows_no_link_out_of_the_output(output: Make, run: Run, tmp_path: Path) -> None:
-    out, secret = output(), tmp_path / "secret"
+@pytest.mark.parametrize("place", ["secret", "blobs/secret"])
+def test_restore_follows_no_link_out_of_the_output(place: str, output: Make, run: Run, tmp_path: Path) -> None:
+    out, secret = output(), tmp_path / place
+    secret.parent.mkdir(exist_ok=True)
     secret.write_text("secret")
     (out / "README.md").unlink()
     (out / "README.md").symlink_to(secret)
@@ -135,3 +137,16 @@ def test_restore_follows_no_link_out_of_the_output(output: Make, run: Run, tmp_p
     assert code == 1
     assert "error[link-outside]" in err
     assert not (tmp_path / "original").exists()
+
+
+def test_restore_takes_an_edited_page_from_the_blobs_of_its_own_cache(output: Make, run: Run, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name/snapshots/0123"
+    snapshot.parent.mkdir(parents=True)
+    output().rename(snapshot)
+    blob = snapshot.parents[1] / "blobs/4567"
+    blob.parent.mkdir()
+    blob.write_text("a model card, edited on the hub")
+    (snapshot / "README.md").unlink()
+    (snapshot / "README.md").symlink_to(blob)
+    assert run("restore", snapshot, tmp_path / "original")[0] == 0
+    assert (tmp_path / "original/README.md").read_text() == blob.read_text()

@@ -25,15 +25,11 @@ DEFAULTS: Mapping[str, object] = {"num_experts_per_tok": 6, "n_shared_experts": 
 """Those of them that transformers' DeepseekV4Config has by itself (5.24)."""
 
 
-def heterogeneous_objections(question: AiterQuestion) -> tuple[str, ...]:
-    """Return why vLLM does not take this path for a DeepSeek-V4 model, worded as it logs them.
+def objections(question: AiterQuestion) -> Iterator[str]:
+    """Yield why vLLM does not take this path for a DeepSeek-V4 model, worded as it logs them.
 
     It then goes on as without it: the answer is that of the target without ``-fhmoe``.
     """
-    return tuple(_objections(question))
-
-
-def _objections(question: AiterQuestion) -> Iterator[str]:
     for key, expected in MODEL.items():
         if question.read(key, DEFAULTS.get(key)) != expected:
             yield f"{key} is not {expected!r}"

@@ -22,7 +22,7 @@ from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.families import find_aiter_family
-from fse_convert.servers.aiter.heterogeneous import heterogeneous_objections
+from fse_convert.servers.aiter.heterogeneous import objections
 from fse_convert.servers.aiter.patterns import VerdictError
 from fse_convert.servers.aiter.rules import AiterQuestion, AiterRules
 from fse_convert.servers.aiter.vllm_config import NEWEST, RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant, is_since
@@ -97,8 +97,8 @@ def ask_aiter(
     if not family.v4:
         message = f"{server} fuses this way for DeepSeek-V4 only, not for {family.name}"
         return because(Outcome.REFUSED, "model-unsupported", message)
-    objections = heterogeneous_objections(question)
-    return replace(question, heterogeneous=not objections, passed_over=objections)
+    passed_over = tuple(objections(question))
+    return replace(question, heterogeneous=not passed_over, passed_over=passed_over)
 
 
 def judge_layer(question: AiterQuestion, layer: LayerDescription) -> Verdict:

@@ -42,7 +42,8 @@ class AiterQuestion:
     """One checkpoint and one way of serving it.
 
     ``config`` is config.json. ``mega_moe``: served with ``--moe-backend aiter_mega_moe``, and shared experts requantised to MXFP4
-    while loading. ``heterogeneous``: on the hardware of `fse_convert.servers.aiter.heterogeneous`.
+    while loading. ``heterogeneous``: by the kernel of `fse_convert.servers.aiter.heterogeneous`; ``passed_over``: why the server
+    does not take it.
     """
 
     config: Mapping[str, Any]
