@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from fse_convert.checkpoint.encoding import encode_header, header_entry
 from fse_convert.checkpoint.header import TensorInfo
@@ -130,7 +131,50 @@ class Tripwire:
         return ()
 
 
-Change = Copied | Padded | Computed | Tripwire
+class Rule(str, Enum):
+    """How elements are coded again. The writer and the proof each have code of their own for every rule.
+
+    ``FP8``: MXFP4 as E4M3 with one F32 scale a block, every value exact. ``MXFP4``: FP8 or floats as MXFP4, rounded to nearest
+    even. ``F32``: E8M0 scales as F32, the same powers of two.
+    """
+
+    FP8 = "fp8"
+    MXFP4 = "mxfp4"
+    F32 = "f32"
+
+
+@dataclass(frozen=True, slots=True)
+class Recoded:
+    """A weight ``[n, k]`` or its scales, coded in another format.
+
+    ``weight`` and ``scale``: what is read; no weight where scales alone are rewritten, no scale beside floats. ``shape``: the
+    logical ``[n, k]`` of the weight. ``block``: rows and columns that share a scale, in the output for `Rule.FP8`, else in the
+    source. ``is_scale``: which of the two tensors this is.
+    """
+
+    rule: Rule
+    weight: TensorInfo | None
+    scale: TensorInfo | None
+    shape: tuple[int, int]
+    block: tuple[int, int] | None
+    is_scale: bool
+
+    @property
+    def sources(self) -> tuple[TensorInfo, ...]:
+        """What is read."""
+        return tuple(filter(None, (self.weight, self.scale)))
+
+
+Change = Copied | Padded | Recoded | Computed | Tripwire
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of the output that has no place yet. A `Copied` one with another name or an equally wide dtype is relabelled."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    change: Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +187,12 @@ class OutputTensor:
     start: int
     end: int
     change: Change
+
+    @property
+    def as_is(self) -> bool:
+        """Whether it is a tensor of the source, its name and dtype included."""
+        c = self.change
+        return isinstance(c, Copied) and (self.name, self.dtype, self.shape) == (c.source.name, c.source.dtype, c.source.shape)
 
 
 @dataclass(frozen=True)
@@ -157,7 +207,7 @@ class OutputShard:
     @property
     def carried(self) -> bool:
         """Whether it is its source's file as is."""
-        return self.source is not None and all(isinstance(t.change, Copied) for t in self.tensors)
+        return self.source is not None and all(t.as_is for t in self.tensors)
 
     @property
     def payload(self) -> int:

@@ -15,7 +15,6 @@ from fse_convert.model.formats import Format, StorageKind, Tile
 from fse_convert.model.moe import LayerKind, Role
 from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import (
-    Change,
     Computed,
     Copied,
     Decision,
@@ -27,6 +26,7 @@ from fse_convert.plan.plan import (
     Padded,
     Plan,
     SharedExpert,
+    TensorSpec,
     Tripwire,
     matrix,
 )
@@ -190,17 +190,17 @@ def _pad(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int)
 
 def _shard(shard: Shard, padding: Mapping[str, tuple[tuple[int, ...], Padded]]) -> OutputShard:
     """Plan one shard of the standard layout, in the source's tensor order."""
-    changes: list[tuple[str, str, tuple[int, ...], Change]] = []
+    changes: list[TensorSpec] = []
     for info in shard.header.tensors:
         shape, padded = padding.get(info.name, (info.shape, None))
-        changes.append((info.name, info.dtype, shape, padded or Copied(info)))
+        changes.append(TensorSpec(info.name, info.dtype, shape, padded or Copied(info)))
     # Loaders ask for `format: pt`.
     metadata = {"format": "pt", **shard.header.metadata}
     return OutputShard(name=shard.name, tensors=_placed(changes), metadata=metadata, source=shard)
 
 
-def _placed(tensors: Iterable[tuple[str, str, tuple[int, ...], Change]]) -> tuple[OutputTensor, ...]:
-    """Lay tensors (name, dtype, shape, change) out one after the other."""
+def _placed(tensors: Iterable[TensorSpec]) -> tuple[OutputTensor, ...]:
+    """Lay tensors out one after the other."""
     placed: list[OutputTensor] = []
     at = 0
     for name, dtype, shape, change in tensors:
@@ -233,7 +233,7 @@ def _sidecar(layers: Iterable[LayerDescription], width: int, contract: Contract,
     )
 
 
-def _kernel_tensors(experts: Iterable[SharedExpert]) -> Iterator[tuple[str, str, tuple[int, ...], Change]]:
+def _kernel_tensors(experts: Iterable[SharedExpert]) -> Iterator[TensorSpec]:
     for shared in experts:
         for name, (dtype, shape) in kernel_shapes(shared.group.hidden, shared.width).items():
-            yield f"{shared.prefix}.{name.value}", dtype, shape, Computed(name, shared)
+            yield TensorSpec(f"{shared.prefix}.{name.value}", dtype, shape, Computed(name, shared))
