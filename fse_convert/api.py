@@ -16,9 +16,8 @@ from fse_convert.plan.costs import Serving
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.progress import Observer, ignore
 from fse_convert.restoration import Restoration, Restored
-from fse_convert.servers.judge import ALL_TARGETS, find_convertible
+from fse_convert.servers.judge import ALL_TARGETS, AnyTarget, find_any
 from fse_convert.servers.naming import find_named
-from fse_convert.servers.targets import Target
 from fse_convert.verification.findings import Level, Sample
 from fse_convert.verification.proof import Check, Proof
 from fse_convert.verification.proof import verify as verify_output
@@ -46,9 +45,9 @@ __all__ = [
 StrPath = str | os.PathLike[str]
 
 
-def target(name: str) -> Target:
-    """Return the kernel contract or server release of that name, as ``fse-convert targets`` lists them. Raises UsageError."""
-    return find_convertible(name)
+def target(name: str) -> AnyTarget:
+    """Return the kernel contract or server row of that name, as ``fse-convert targets`` lists them. Raises UsageError."""
+    return find_any(name)
 
 
 def inspect(checkpoint: StrPath, *, tp: int = 1, ep: int = 8, targets: Iterable[str] = (), thorough: bool = False) -> Inspection:

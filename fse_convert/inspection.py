@@ -17,7 +17,7 @@ from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.costs import Costs, Serving, costs
-from fse_convert.plan.planner import planner
+from fse_convert.plan.decide import planner
 from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.plan.widths import contract_widths
 from fse_convert.servers.judge import Answer, judge

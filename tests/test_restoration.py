@@ -175,7 +175,7 @@ def test_refuses_what_it_did_not_write(made: Make, out: Path, tmp_path: Path, ru
 
 
 def test_a_newer_format_is_told(out: Path, tmp_path: Path, run: Run) -> None:
-    edit_manifest(out, lambda manifest: manifest.update(format_version=2))
+    edit_manifest(out, lambda manifest: manifest.update(format_version=3))
     status, _, err = run("restore", out, tmp_path / "original")
     assert (status, "error[format-newer]" in err) == (3, True)
     assert run("verify", out)[0] == 3

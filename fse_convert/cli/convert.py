@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 @click.argument("out", type=FOLDER)
 @click.option(
     "--target", default="megamoe-512", show_default=True, metavar="NAME", shell_complete=complete_target,
-    help="Kernel contract or server release to convert for; see `fse-convert targets`.",
+    help="Kernel contract or server to convert for; see `fse-convert targets`. Formats change where it needs that.",
 )  # fmt: skip
+@click.option("--routed", type=click.Choice(["fp8"]), help="Store routed MXFP4 experts as block FP8: exact, or refused.")
+@click.option("--shared", type=click.Choice(["mxfp4"]), help="Store shared experts as MXFP4, as servers would; needs --lossy.")
+@click.option("--lossy", is_flag=True, help="Permit changes that lose precision.")
+@click.option("--drop-originals", is_flag=True, help="Leave out of OUT/fse what `restore` needs of experts whose format changed.")
 @click.option(
     "--experts", type=click.Choice([e.value for e in Experts]), default=Experts.ALL.value, show_default=True,
     help="all: pad every expert in the standard layout. shared: leave the shards alone, pad the shared experts in OUT/fse only.",
@@ -63,7 +67,9 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @log_options
 @json_option
+@click.pass_context
 def convert(
+    ctx: click.Context,
     checkpoint: Path,
     out: Path,
     target: str,
@@ -76,6 +82,10 @@ def convert(
     overwrite: bool,
     restart: bool,
     dry_run: bool,
+    routed: str | None,
+    shared: str | None,
+    lossy: bool,
+    drop_originals: bool,
     part: Part | None,
     ray: str | None,
     level: str,
@@ -90,14 +100,24 @@ def convert(
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import conversion_record, dump, plan_record
-    from fse_convert.servers.judge import find_convertible
+    from fse_convert.servers.judge import find_any
 
     if ray == "":
         raise UsageError(Problem("ray-address", "no address", "--ray", "auto, or HOST:PORT"))
     if part and (ray is not None or restart):
         other, hint = ("--ray", "leave one of them out") if ray is not None else ("--restart", "start anew without --part")
         raise UsageError(Problem("parts-alone", f"--part and {other} exclude each other", "--part", hint))
-    options = Options(target=find_convertible(target), experts=Experts(experts), tp=tp, allow_unfused=allow_unfused)
+    named = ctx.get_parameter_source("target") is not click.core.ParameterSource.DEFAULT
+    options = Options(
+        target=find_any(target) if named or not (routed or shared) else None,
+        experts=Experts(experts),
+        tp=tp,
+        allow_unfused=allow_unfused,
+        routed_fp8=routed == "fp8",
+        shared_mxfp4=shared == "mxfp4",
+        lossy=lossy,
+        drop_originals=drop_originals,
+    )
     request = Request(
         source=checkpoint,
         out=out,

@@ -56,7 +56,9 @@ def estimate(plan: Plan, level: Level, workers: int, *, way: str, part: Collecti
     written = sum(f.written for f in files)
     read = sum(f.read for f in files) + written  # what was written is hashed once it is on disk
     if proved:
-        read += sum(sizes[name] for name in plan.source.checkpoint.files) + sum(s.size for s in (*plan.shards, *plan.sidecar))
+        read += sum(sizes[name] for name in plan.source.checkpoint.files) + sum(
+            s.size for s in (*plan.shards, *plan.sidecar, *plan.originals)
+        )
     memory = workers * PER_WORKER + (NUMERICS if proved and level.rank >= Level.NUMERICS.rank else 0)
     return Estimate(files=files, disk=written, free=0, memory=memory, read=read, written=written)
 
@@ -67,8 +69,8 @@ def _files(plan: Plan, sizes: Mapping[str, int], way: str) -> Iterator[FileEstim
             yield FileEstimate(shard.name, way, 0 if way == "hard link" else shard.size, 0 if way in SHARED else shard.size)
         else:
             yield FileEstimate(shard.name, "rewrite", sizes[shard.name], shard.size)
-    for shard in plan.sidecar:
+    for shard in (*plan.sidecar, *plan.originals):
         read = sum(source.nbytes for t in shard.tensors for source in t.change.sources)
-        yield FileEstimate(shard.name, "kernel layout", read, shard.size)
+        yield FileEstimate(shard.name, "kernel layout" if shard.kernel_tensors else "keep originals", read, shard.size)
     for name in plan.source.checkpoint.others:
         yield FileEstimate(name, "copy beside", sizes[name], sizes[name])

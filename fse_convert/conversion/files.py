@@ -14,10 +14,11 @@ from fse_convert.conversion.nan_scan import expert_codes, scans
 from fse_convert.output.copying import SHARED, Link, carry
 from fse_convert.output.digests import Scan
 from fse_convert.output.jobs import Job
+from fse_convert.plan.changes.change import changed_config
 from fse_convert.plan.manifest import added_elements
-from fse_convert.plan.plan import OutputShard, Plan
+from fse_convert.plan.plan import Decision, Plan
+from fse_convert.plan.tensors import OutputShard
 from fse_convert.progress import Advance
-from fse_convert.sidecar.manifest import ConfigEdit
 from fse_convert.torch_threads import one_torch_thread
 
 
@@ -29,7 +30,7 @@ def shard_jobs(plan: Plan, link: Link, way: str) -> list[Job]:
     codes = expert_codes(plan.source.description)
     # Copies first: torch, which writing needs, is still being imported.
     carried = [_carry(s, plan.source.folder, link, way, scans(s.source, codes)) for s in plan.shards if s.source and s.carried]
-    return carried + [_write(s, plan) for s in (*plan.shards, *plan.sidecar) if not s.carried]
+    return carried + [_write(s, plan) for s in (*plan.shards, *plan.sidecar, *plan.originals) if not s.carried]
 
 
 def _write(shard: OutputShard, plan: Plan) -> Job:
@@ -39,7 +40,7 @@ def _write(shard: OutputShard, plan: Plan) -> Job:
 
             with open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
                 write_shard(shard, reader, path, advance)
-        return "rewritten" if shard.source else "kernel layout"
+        return "rewritten" if shard.source else "kernel layout" if shard.kernel_tensors else "originals kept"
 
     return Job(name=shard.name, size=shard.size, room=shard.size, write=write)
 
@@ -58,22 +59,23 @@ def _carry(shard: OutputShard, folder: LocalFolder, link: Link, way: str, scanne
 def json_texts(plan: Plan) -> dict[str, bytes]:
     """Return config.json and the indexes of the output, by name. Raises OSError."""
     folder = plan.source.folder
-    texts = {CONFIG: edited_config(folder.read(CONFIG), plan.decision.config_edits)}
+    texts = {CONFIG: edited_config(folder.read(CONFIG), plan.decision)}
     if INDEX in folder.files:
         metadata = _index_metadata(plan)
-        same = not plan.padded and metadata == plan.source.checkpoint.index_metadata
+        same = not plan.rewritten and metadata == plan.source.checkpoint.index_metadata
         texts[INDEX] = folder.read(INDEX) if same else _index(metadata, plan.shards)
     if plan.sidecar:
         texts[SIDECAR_INDEX] = _index({"total_size": sum(s.payload for s in plan.sidecar)}, plan.sidecar)
     return texts
 
 
-def edited_config(raw: bytes, edits: tuple[ConfigEdit, ...]) -> bytes:
-    """Change some integers of config.json: the same bytes when nothing changes, else the same keys in the same order."""
-    if not edits:
+def edited_config(raw: bytes, decision: Decision) -> bytes:
+    """Change keys of config.json: the same bytes when nothing changes, else the same keys in the same order."""
+    changes = [change for c in decision.changes for change in c.config]
+    if not decision.config_edits and not changes:
         return raw
-    config = json.loads(raw.decode("utf-8"))
-    for edit in edits:
+    config = changed_config(json.loads(raw.decode("utf-8")), changes)
+    for edit in decision.config_edits:
         (config[edit.section] if edit.section else config)[edit.key] = edit.new
     return encode_json(config)
 

@@ -119,7 +119,7 @@ class Conversion:
             decision.width,
             decision.fused_layers,
             len(decision.verdicts),
-            plan.options.contract.name,
+            plan.options.goal,
         )
 
     @cached_property

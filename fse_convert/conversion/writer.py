@@ -26,7 +26,7 @@ from fse_convert.layout.padding import pad
 from fse_convert.model.formats import NAN_BYTES, NAN_WORDS, NaN
 from fse_convert.model.moe import Role
 from fse_convert.output.copying import copy_range, new_file, read_into, write_all, writing_back
-from fse_convert.plan.plan import Computed, Copied, OutputShard, Padded, SharedExpert, Tripwire, matrix
+from fse_convert.plan.tensors import Computed, Copied, OutputShard, Padded, SharedExpert, Tripwire, matrix
 from fse_convert.progress import Advance
 from fse_convert.sidecar.tensors import KernelTensorName
 

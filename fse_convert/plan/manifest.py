@@ -6,12 +6,16 @@ import json
 from collections.abc import Iterable, Mapping
 from math import prod
 
+from msgspec import UNSET
+
 import fse_convert
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.header import LENGTH_BYTES
 from fse_convert.checkpoint.names import CONFIG, INDEX
 from fse_convert.checkpoint.reader import Checkpoint
-from fse_convert.plan.plan import LayerVerdict, Options, Padded, Plan
+from fse_convert.plan.plan import LayerVerdict, Options, Plan
+from fse_convert.plan.tensors import Copied, Padded
+from fse_convert.servers.targets import Contract
 from fse_convert.servers.verdict import Reason
 from fse_convert.sidecar import manifest as record
 from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
@@ -24,13 +28,13 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
     Reads the source's config, index and headers. Raises OSError.
     """
     decision, description, contract = plan.decision, plan.source.description, plan.options.contract
+    renamed = renamed_tensors(plan)
     return record.Manifest(
+        format_version=1 if contract and not decision.changes else 2,
         tool=record.Tool(name="fse-convert", version=fse_convert.__version__),
         arguments=arguments_record(plan.options),
-        contract=record.ContractRecord(
-            name=contract.name, width_multiple=contract.width_multiple, hidden_multiple=contract.hidden_multiple
-        ),
-        layout=record.Layout(name=LAYOUT, version=LAYOUT_VERSION, mma_types=list(MMA_TYPES)),
+        contract=_contract(contract) if contract else None,
+        layout=record.Layout(name=LAYOUT, version=LAYOUT_VERSION, mma_types=list(MMA_TYPES)) if contract else None,
         model=record.Model(
             family=description.family.name if description.family else "",
             model_type=description.model_type,
@@ -38,6 +42,8 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
             width=record.ExpertWidths(source=decision.source_width, main=decision.main_width, kernel=decision.width),
         ),
         config_edits=list(decision.config_edits),
+        changes=[record.ChangeRecord(name=c.name, lossless=c.lossless) for c in decision.changes] or UNSET,
+        renamed=renamed or UNSET,
         layers=[_layer(v) for v in decision.verdicts],
         server=_server(plan),
         padded={t.name: list(t.change.source.shape) for s in plan.shards for t in s.tensors if isinstance(t.change, Padded)},
@@ -52,10 +58,19 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
     )
 
 
+def _contract(contract: Contract) -> record.ContractRecord:
+    multiples = {"width_multiple": contract.width_multiple, "hidden_multiple": contract.hidden_multiple}
+    return record.ContractRecord(name=contract.name, **multiples)
+
+
 def arguments_record(options: Options) -> record.Arguments:
     """Return the arguments that decide about bytes, as the manifest keeps them."""
     return record.Arguments(
-        target=options.target.name, experts=options.experts.value, tp=options.tp, allow_unfused=options.allow_unfused
+        target=options.target.name if options.target else "",
+        experts=options.experts.value,
+        tp=options.tp,
+        allow_unfused=options.allow_unfused,
+        **{name: True for name in record.CHANGE_ARGUMENTS if getattr(options, name)},
     )
 
 
@@ -93,6 +108,12 @@ def _originals(plan: Plan, texts: Mapping[str, bytes]) -> dict[str, str]:
     return {name: raw[0 if name in (CONFIG, INDEX) else LENGTH_BYTES :].decode("utf-8") for name, raw in kept.items()}
 
 
+def renamed_tensors(plan: Plan) -> dict[str, str]:
+    """Return the source's name of every tensor whose elements are the source's, under another name."""
+    copied = ((t.name, t.change) for s in plan.shards for t in s.tensors)
+    return {name: change.source.name for name, change in copied if isinstance(change, Copied) and name != change.source.name}
+
+
 def added_elements(plan: Plan) -> int:
     """Return how many elements padding adds to the standard layout, as the index's ``total_parameters`` counts them."""
     padded = ((t.shape, t.change) for s in plan.shards for t in s.tensors)
@@ -101,8 +122,8 @@ def added_elements(plan: Plan) -> int:
 
 def _server(plan: Plan) -> record.Server | None:
     """Return what the server that was converted for makes of the standard layout; None for a bare contract."""
-    target, verdict = plan.options.target, plan.decision.server
-    if target.is_contract:
+    target, verdict = plan.options.server, plan.decision.server
+    if target is None:
         return None
     return record.Server(
         target=target.name,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fse_convert.errors import Problem
+from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import releases
+from fse_convert.plan.changes.search import misfit
 from fse_convert.plan.costs import Serving, padding, uneven
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.widths import needed_width
 from fse_convert.servers.judge import native_layer
-from fse_convert.servers.targets import MEGAMOE_128, TARGETS, find_target
+from fse_convert.servers.targets import MEGAMOE_128, TARGETS, Target, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole
 
 EXAMPLE_EP = 8
@@ -20,7 +22,7 @@ EXAMPLE_EP = 8
 
 def notes(plan: Plan, *, size: Callable[[float], str]) -> list[Problem]:
     """Collect them. ``size``: how bytes are written."""
-    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size), refusal(plan))
+    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size), refusal(plan), _drafter(plan))
     found = [n for n in own if n]
     return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *config_notes(plan), *_stale(plan)]
 
@@ -47,9 +49,9 @@ def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
     """Note when every server that fuses the padded output fuses the source too, unless --tp or the server asked for it."""
     decision = plan.decision
     narrow = find_target(MEGAMOE_128.name)
-    if not plan.padded or narrow is None:
-        return None
     target, tp = plan.options.target, plan.options.tp
+    if decision.main_width == decision.source_width or narrow is None or not isinstance(target, Target):
+        return None
     forced = needed_width(plan.source.description, Options(narrow, tp=tp), decision.source_width) != decision.source_width
     wanted = not target.is_contract and _source_verdict(plan, target.name).outcome is not decision.server.outcome
     rows = [t for t in TARGETS if not t.is_contract]
@@ -62,11 +64,9 @@ def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
 
 def _fuses_nothing(plan: Plan) -> Problem | None:
     decision = plan.decision
-    if not plan.padded or decision.fused_layers:
+    if decision.main_width == decision.source_width or decision.fused_layers:
         return None
-    message = (
-        f"padding fuses nothing here: no layer fits {plan.options.contract.name}, at {decision.source_width} or at {decision.width}"
-    )
+    message = f"padding fuses nothing here: no layer fits {plan.options.goal}, at {decision.source_width} or at {decision.width}"
     return Problem("padding-fuses-nothing", message)
 
 
@@ -84,11 +84,10 @@ def _beside(plan: Plan) -> Problem | None:
 
 def _nothing_to_pad(plan: Plan, size: Callable[[float], str]) -> Problem | None:
     decision = plan.decision
-    if plan.padded or decision.width != decision.source_width or not decision.fused_layers:
+    if plan.rewritten or decision.width != decision.source_width or not decision.fused_layers or not plan.options.contract:
         return None
-    whose = (
-        plan.options.target.title if decision.server.fused and not plan.options.target.is_contract else plan.options.contract.name
-    )
+    server = plan.options.server
+    whose = server.title if isinstance(server, Target) and decision.server.fused else plan.options.goal
     message = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {whose} as is: only fse/ is new"
     copied = sum(s.source.size for s in plan.shards if s.source)
     return Problem("nothing-to-pad", f"{message}; --link hard copies none of the other {size(copied)}")
@@ -97,8 +96,8 @@ def _nothing_to_pad(plan: Plan, size: Callable[[float], str]) -> Problem | None:
 def refusal(plan: Plan) -> Problem | None:
     """Say why the server that was converted for would not run the output on this path; None where it would."""
     decision = plan.decision
-    target = plan.options.target
-    if target.is_contract or decision.server.outcome in (Outcome.FUSED, Outcome.UNFUSED):
+    target = plan.options.server
+    if not isinstance(target, Target) or decision.server.outcome in (Outcome.FUSED, Outcome.UNFUSED):
         return None
     reasons = "; ".join(r.message for r in decision.server.reasons)
     verb = {Outcome.UNKNOWN: "is not known to run", Outcome.UNSAFE: "fails, or computes wrong numbers, when it runs"}
@@ -106,6 +105,19 @@ def refusal(plan: Plan) -> Problem | None:
     message = f"{target.title} {does} MegaMoE on the output's standard layout: {reasons}"
     hint = f"--allow-unfused converts anyway; fse-convert inspect {plan.source.checkpoint.folder.label} says which servers fuse it"
     return Problem("server-refuses", message, hint=hint)
+
+
+def _drafter(plan: Plan) -> Problem | None:
+    """Note where the drafter does not fuse, though all decoder layers do: no change of format helps it in some releases."""
+    if plan.options.contract or misfit(plan.decision) not in (1, 2):
+        return None
+    layers = [v.server for v in plan.decision.verdicts if v.layer.layer.kind is LayerKind.MTP]
+    worst = whole(tuple(layers))
+    reasons = "; ".join(r.message for r in worst.reasons)
+    if worst.outcome is Outcome.UNSAFE:
+        return Problem("drafter-unsafe", f"{plan.options.goal} fuses the decoder layers, but not with the drafter: {reasons}",
+                       hint="serve without speculative decoding, or without fusion")  # fmt: skip
+    return Problem("drafter-unfused", f"{plan.options.goal} fuses the decoder layers; the drafter's run unfused: {reasons}")
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:

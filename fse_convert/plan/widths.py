@@ -10,7 +10,7 @@ from fse_convert.model.description import Description
 from fse_convert.model.formats import Format
 from fse_convert.model.moe import Role
 from fse_convert.plan.plan import Options
-from fse_convert.servers.targets import CONTRACTS, find_target, width_multiple
+from fse_convert.servers.targets import CONTRACTS, Target, find_target, width_multiple
 
 
 def stored_widths(description: Description) -> tuple[int, int]:
@@ -30,13 +30,15 @@ def stored_widths(description: Description) -> tuple[int, int]:
 
 def needed_width(description: Description, options: Options, source_width: int) -> int:
     """Return the smallest width that contract, server, scale blocks and tensor-parallel size accept, at least the source's."""
-    granularity, multiple = 1, options.contract.width_multiple
+    granularity, multiple = 1, options.contract.width_multiple if options.contract else 1
     for layer in description.layers:
-        if layer.routed:
+        if layer.routed and options.contract and isinstance(options.target, Target):
             multiple = lcm(multiple, width_multiple(options.target, layer.routed.formats[Role.GATE].kind))
         for group in (layer.routed, layer.shared):
             if group:
                 granularity = lcm(granularity, *(_width_block(r, f) for r, f in group.formats.items()))
+    if not options.contract and options.tp == 1:
+        return source_width
     return round_up(source_width, lcm(multiple, granularity * options.tp))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fse_convert.errors import printable
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.report.console import boxed, counted, runs, say, size
+from fse_convert.servers.targets import Target
 from fse_convert.servers.verdict import Outcome
 
 if TYPE_CHECKING:
@@ -24,10 +25,11 @@ RATES = (200 << 20, 2 << 30)
 def print_plan(plan: Plan, *, title: str) -> None:
     """Print what a conversion does to layers and shards."""
     rewritten = sum(not s.carried for s in plan.shards)
+    beside = "kernel layout" if plan.options.contract else "originals"
     shards = (
         f"shards: {rewritten} of {len(plan.shards)} rewritten, {len(plan.shards) - rewritten} carried over;"
         f" {size(sum(s.source.size for s in plan.shards if s.source))} in, {size(sum(s.size for s in plan.shards))} out;"
-        f" kernel layout {size(sum(s.size for s in plan.sidecar))}"
+        f" {beside} {size(sum(s.size for s in (*plan.sidecar, *plan.originals)))}"
     )
     edits = (
         f"config.json: {edit.section + '.' if edit.section else ''}{edit.key} {edit.old} -> {edit.new}"
@@ -40,14 +42,24 @@ def _headline(plan: Plan, title: str) -> str:
     family, decision = plan.source.description.family, plan.decision
     old, new = decision.source_width, decision.width
     widths = f"width {old} -> {new}" if new != old else f"width {new}, nothing to pad"
+    if not plan.options.contract:
+        return f"{title}: {family.name if family else '?'}, {_changes(plan)}"
     fit = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {plan.options.contract.name}"
-    server = "" if plan.options.target.is_contract else f"; {_server(plan)}"
+    server = f"; {_server(plan, plan.options.server)}" if isinstance(plan.options.server, Target) else ""
     return f"{title}: {family.name if family else '?'}, {widths}; {fit}{server}"
 
 
-def _server(plan: Plan) -> str:
+def _changes(plan: Plan) -> str:
+    """Say what changes, and how many layers the server fuses afterwards."""
+    decision = plan.decision
+    does = "; ".join(f"{c.does} ({'lossless' if c.lossless else 'lossy'})" for c in decision.changes) or "nothing to change"
+    fuses = f"; {plan.options.goal} fuses {decision.fused_layers} of {len(decision.verdicts)} layers"
+    return does + (fuses if plan.options.target else "")
+
+
+def _server(plan: Plan, target: Target) -> str:
     """Say what the server that was converted for makes of the output."""
-    target, verdict, verdicts = plan.options.target, plan.decision.server, plan.decision.verdicts
+    verdict, verdicts = plan.decision.server, plan.decision.verdicts
     fused, fit = sum(v.server.fused for v in verdicts), plan.decision.fused_layers
     if verdict.outcome is Outcome.REFUSED:
         return f"{target.title} refuses MegaMoE ({verdict.reasons[0].code})"
@@ -64,11 +76,12 @@ def _layers(plan: Plan) -> Table:
         d = v.layer
         return (d.layer.kind, len(d.layer.routed), d.routed and d.routed.label, d.shared and d.shared.label, v.verdict)
 
-    table = boxed("layers", "routed experts", "shared expert", plan.options.contract.name)
+    table = boxed("layers", "routed experts", "shared expert", plan.options.goal)
+    said = ("does not fit", "fits") if plan.options.contract else ("is not fused", "fused")
     for names, judged in runs(plan.decision.verdicts, alike, lambda v: v.layer.layer.name):
         d, verdict = judged.layer, judged.verdict
         routed = f"{len(d.layer.routed)} x {d.routed.label}" if d.routed else "-"
-        fit = ["fits" if verdict.fused else "does not fit", *(f"{r.code}: {r.message}" for r in verdict.reasons)]
+        fit = [said[verdict.fused], *(f"{r.code}: {r.message}" for r in verdict.reasons)]
         table.add_row(names, routed, d.shared.label if d.shared else "-", "\n".join(fit))
     return table
 

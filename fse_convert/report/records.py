@@ -103,8 +103,8 @@ class ConversionRecord(Response, kw_only=True):
 
     family: str | None
     model_type: str
-    target: str
-    contract: str
+    target: str | None
+    contract: str | None
     experts: Experts
     width: dict[str, int]
     n_shared: int = field(name="n_shared_experts")
@@ -183,18 +183,16 @@ def plan_record(plan: Plan, **done: Any) -> ConversionRecord:
         options,
         description,
         family=description.family and description.family.name,
-        target=options.target.name,
-        contract=options.contract.name,
+        target=options.target.name if options.target else None,
+        contract=options.contract.name if options.contract else None,
         width={"source": decision.source_width, "main": decision.main_width, "kernel": decision.width},
         layers=[_layer(v) for v in decision.verdicts],
         shards=[
             fill(ShardRecord, s, action="carry" if s.carried else "rewrite", bytes_in=s.source.size if s.source else 0)
             for s in plan.shards
         ],
-        sidecar=[fill(SidecarRecord, s, tensors=len(s.kernel_tensors)) for s in plan.sidecar],
-        server=None
-        if options.target.is_contract
-        else fill(ServerRecord, decision.server, target=options.target.name, fused_layers=fused),
+        sidecar=[fill(SidecarRecord, s, tensors=len(s.kernel_tensors) or len(s.tensors)) for s in (*plan.sidecar, *plan.originals)],
+        server=options.server and fill(ServerRecord, decision.server, target=options.server.name, fused_layers=fused),
         notes=notes(plan, size=size),
         **done,
     )

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fse_convert.errors import Problem, UsageError
 from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
 from fse_convert.servers.hazards import with_hazards
@@ -47,13 +46,9 @@ ALL_TARGETS: tuple[AnyTarget, ...] = (*TARGETS, *AITER_TARGETS, *SLOT_TARGETS)
 """Every target that `judge` knows, in the order in which answers come."""
 
 
-def find_convertible(name: str) -> Target:
-    """Find the kernel contract or server release that a user wants to convert for. Raises UsageError."""
-    target = find_named(name, ALL_TARGETS)
-    if isinstance(target, Target):
-        return target
-    message = f"{target.name} is judged by inspect; there is no conversion for it"
-    raise UsageError(Problem("target-inspect-only", message, "--target", f"fse-convert inspect CHECKPOINT --target {target.name}"))
+def find_any(name: str) -> AnyTarget:
+    """Find the kernel contract or the server that a user means. Raises UsageError."""
+    return find_named(name, ALL_TARGETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ class Answer:
 
 def judge(checkpoint: Subject) -> tuple[Answer, ...]:
     """Answer for every target."""
-    return tuple(_answer(checkpoint, target) for target in ALL_TARGETS)
+    return tuple(answer(checkpoint, target) for target in ALL_TARGETS)
 
 
 def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, widths: LaunchWidths | None = None) -> Verdict:
@@ -96,7 +91,8 @@ def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, w
     return with_hazards(checkpoint, target, layer, with_scales(layer, verdict, checkpoint.scales, target.title))
 
 
-def _answer(checkpoint: Subject, target: AnyTarget) -> Answer:
+def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
+    """Answer for one target."""
     description, layers = checkpoint.description, checkpoint.description.layers
     if not layers:
         return _put_together(target, (), not_understood((description.unknown,)) if description.unknown else whole(()))

@@ -188,7 +188,7 @@ class Sidecar:
         hint = f"convert the original checkpoint for this server: fse-convert CHECKPOINT OUT --target {target}"
         if width.kernel % contract.width_multiple or self.hidden % contract.hidden_multiple:
             message = (
-                f"made for {self.manifest.contract.name}: width {width.kernel} and hidden size {self.hidden}; the server's kernel "
+                f"made for {self.manifest.contract_name}: width {width.kernel} and hidden size {self.hidden}; the server's kernel "
                 f"({contract.name}) takes multiples of {contract.width_multiple} and {contract.hidden_multiple}"
             )
             wrong("contract-mismatch", message, hint)
@@ -267,8 +267,8 @@ def _manifest(folder: Path) -> Manifest:
     value = _json(path)
     if value.get("format") != FORMAT:
         refuse("manifest-invalid", f"format is {value.get('format')!r}, not {FORMAT!r}", path, RECONVERT)
-    if value.get("format_version") != FORMAT_VERSION:
-        message = f"format version {value.get('format_version')!r}, this release knows {FORMAT_VERSION}"
+    if value.get("format_version") not in range(1, FORMAT_VERSION + 1):
+        message = f"format version {value.get('format_version')!r}, this release knows up to {FORMAT_VERSION}"
         refuse("manifest-version", message, path, UPGRADE)
     try:
         check_digest(value)
@@ -279,6 +279,9 @@ def _manifest(folder: Path) -> Manifest:
     except ValueError as e:
         refuse("manifest-invalid", str(e), path, RECONVERT)
     layout = manifest.layout
+    if layout is None:
+        message = "this output was made for another kind of server: its shared experts are among the model's own shards alone"
+        refuse("layout-absent", message, path, "serve it as any other checkpoint, without this plugin's loader")
     if (layout.name, layout.version) != (LAYOUT, LAYOUT_VERSION):
         message = f"kernel layout {layout.name!r} version {layout.version}, this release knows {LAYOUT!r} version {LAYOUT_VERSION}"
         refuse("layout-unknown", message, path, UPGRADE)
@@ -321,7 +324,7 @@ def _file_problems(folder: Path, files: Mapping[str, FileDigest], *, whole: bool
 
 def _layout_problems(folder: Path, manifest: Manifest, contents: SidecarContents) -> Iterator[Problem]:
     """Compare the shards' metadata and layers with the manifest's: four tensors for every layer that is fused, no others."""
-    expected = shard_metadata(manifest.contract.name)
+    expected = shard_metadata(manifest.contract_name)
     for shard in contents.shards:
         metadata = {key: shard.header.metadata.get(key) for key in expected}
         if metadata != expected:

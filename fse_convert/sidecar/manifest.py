@@ -18,7 +18,8 @@ from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure
 from fse_convert.sidecar.tensors import kernel_prefix
 
 FORMAT = "fse-convert"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest version: that of an output whose formats changed, or that has no kernel layout. Others are of version 1."""
 DIGEST = "manifest_sha256"
 """The last key: SHA-256 of the manifest without it, encoded as the manifest is."""
 FUSED = "fused"
@@ -43,12 +44,20 @@ class Tool(Record, frozen=True, kw_only=True):
 
 
 class Arguments(Record, frozen=True, kw_only=True):
-    """The arguments of the conversion that decide about bytes."""
+    """The arguments of the conversion that decide about bytes; those about formats only where they were given."""
 
     target: str
     experts: str
     tp: Positive
     allow_unfused: bool
+    routed_fp8: bool | msgspec.UnsetType = msgspec.UNSET
+    shared_mxfp4: bool | msgspec.UnsetType = msgspec.UNSET
+    lossy: bool | msgspec.UnsetType = msgspec.UNSET
+    drop_originals: bool | msgspec.UnsetType = msgspec.UNSET
+
+
+CHANGE_ARGUMENTS = ("routed_fp8", "shared_mxfp4", "lossy", "drop_originals")
+"""Arguments about changes of format."""
 
 
 class ContractRecord(Record, frozen=True, kw_only=True):
@@ -96,6 +105,13 @@ class ConfigEdit(Record, frozen=True, kw_only=True, rename={"old": "from", "new"
     key: str
     old: Natural | list[Natural]
     new: Natural | list[Natural]
+
+
+class ChangeRecord(Record, frozen=True, kw_only=True):
+    """One change of format that was made."""
+
+    name: str
+    lossless: bool
 
 
 class Reason(Record, frozen=True, kw_only=True):
@@ -188,13 +204,15 @@ class Manifest(Record, frozen=True, kw_only=True):
     """
 
     format: str = FORMAT
-    format_version: int = FORMAT_VERSION
+    format_version: int
     tool: Tool
     arguments: Arguments
-    contract: ContractRecord
-    layout: Layout
+    contract: ContractRecord | None
+    layout: Layout | None
     model: Model
     config_edits: list[ConfigEdit]
+    changes: list[ChangeRecord] | msgspec.UnsetType = msgspec.UNSET
+    renamed: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     layers: list[Layer]
     server: Server | None
     padded: dict[str, list[Natural]]
@@ -205,6 +223,11 @@ class Manifest(Record, frozen=True, kw_only=True):
     manifest_sha256: str = ""
 
     @property
+    def contract_name(self) -> str:
+        """The kernel contract's name; empty where there is no kernel layout."""
+        return self.contract.name if self.contract else ""
+
+    @property
     def verdicts(self) -> dict[str, str]:
         """Verdict by layer name."""
         return {layer.name: layer.verdict for layer in self.layers}
@@ -212,7 +235,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     @property
     def kernel_prefixes(self) -> list[str]:
         """Prefixes of the tensors in ``fse/``, of every layer that has them."""
-        return [kernel_prefix(layer.name) for layer in self.layers if layer.verdict == FUSED]
+        return [kernel_prefix(layer.name) for layer in self.layers if layer.verdict == FUSED] if self.contract else []
 
     @property
     def edits(self) -> list[tuple[str, str, int | list[int]]]:
@@ -266,8 +289,8 @@ def read_value(folder: Folder) -> dict[str, Any]:
     if type(version) is int and version > FORMAT_VERSION:
         message = f"format version {version}, this fse-convert knows up to {FORMAT_VERSION}"
         raise InvalidCheckpoint(Problem("format-newer", message, MANIFEST, "use the fse-convert that wrote it, or a newer one"))
-    if type(version) is not int or version != FORMAT_VERSION:  # JSON's true and 1.0 equal 1
-        raise damaged_manifest(f"format version {version!r}, expected {FORMAT_VERSION}")
+    if type(version) is not int or version < 1:  # JSON's true and 1.0 equal 1
+        raise damaged_manifest(f"format version {version!r}, expected 1 to {FORMAT_VERSION}")
     return value
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from fse_convert.checkpoint.names import SIDECAR
+
 LAYOUT = "megamoe-fp8-shared"
 """Name of the kernel layout."""
 LAYOUT_VERSION = 1
@@ -51,3 +53,17 @@ def kernel_shapes(hidden: int, width: int) -> dict[KernelTensorName, tuple[str, 
 def shard_metadata(contract: str) -> dict[str, str]:
     """Return the metadata of every shard of ``fse/``; ``contract`` is the kernel contract's name."""
     return {"format": "pt", "fse_contract": contract, "fse_layout": LAYOUT, "fse_layout_version": str(LAYOUT_VERSION)}
+
+
+ORIGINAL = "original"
+"""How files and tensors of ``fse/`` begin that keep a source tensor as it was."""
+
+
+def originals_file(shard: str) -> str:
+    """Return the file of ``fse/`` that keeps tensors of a source shard as they were."""
+    return f"{SIDECAR}/{ORIGINAL}-{shard}"
+
+
+def original_name(tensor: str) -> str:
+    """Return the name under which ``fse/`` keeps a source tensor: another than its own, which the output has too."""
+    return f"{ORIGINAL}.{tensor}"

@@ -12,7 +12,7 @@ from fse_convert.checkpoint.left_out import Kind
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.description import Description
 from fse_convert.plan.advice import Plans
-from fse_convert.plan.planner import planner
+from fse_convert.plan.decide import planner
 from fse_convert.plan.source import describe_source
 from fse_convert.servers.subject import Subject
 from fse_convert.testing.kinds import FORMATS

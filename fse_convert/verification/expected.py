@@ -18,8 +18,9 @@ from fse_convert.model.description import Description, ExpertGroup, LayerDescrip
 from fse_convert.model.families import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
-from fse_convert.plan.plan import Computed, LayerVerdict, Plan
+from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.plan.source import Source
+from fse_convert.plan.tensors import Computed
 from fse_convert.sidecar.manifest import FUSED, ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix
 from fse_convert.verification.findings import LayerCoverage, Sample

@@ -164,7 +164,7 @@ def check_kernel_headers(expected: ExpectedOutput, out: LocalFolder, sidecar: It
             if shard.name == next(iter(files)):
                 wire = tripwire(expected.source.checkpoint)
                 tensors.insert(0, (wire.name, wire.dtype, (0,)))
-            metadata = shard_metadata(expected.plan.options.contract.name)
+            metadata = shard_metadata(expected.plan.options.goal)
             findings.add(*header_mismatches(out, shard, header_entries(tensors), metadata))
 
 

@@ -23,8 +23,18 @@ from fse_convert.plan.manifest import draft_manifest, shard_identities, small_di
 from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import Source
-from fse_convert.servers.targets import find_target
-from fse_convert.sidecar.manifest import DIGEST, NOT_ASKED, Manifest, ProofRecord, consistent, damaged_manifest, read_value, typed
+from fse_convert.servers.judge import ALL_TARGETS
+from fse_convert.sidecar.manifest import (
+    CHANGE_ARGUMENTS,
+    DIGEST,
+    NOT_ASKED,
+    Manifest,
+    ProofRecord,
+    consistent,
+    damaged_manifest,
+    read_value,
+    typed,
+)
 from fse_convert.verification.expected import ExpectedOutput, swiglu_limit
 from fse_convert.verification.findings import (
     ABSENT,
@@ -92,9 +102,12 @@ def plan_again(manifest: Manifest, source: Source) -> Plan | Mismatch:
     """Plan the conversion that a manifest says was made; return a mismatch when there is none."""
     arguments = manifest.arguments
     why = f"no target {arguments.target!r}"
-    if target := find_target(arguments.target):
+    target = next((t for t in ALL_TARGETS if t.name == arguments.target), None)
+    if target or not arguments.target:
         try:
-            return make_plan(source, Options(target, Experts(arguments.experts), arguments.tp, arguments.allow_unfused))
+            formats = {name: getattr(arguments, name) is True for name in CHANGE_ARGUMENTS}
+            options = Options(target, Experts(arguments.experts), arguments.tp, arguments.allow_unfused, **formats)
+            return make_plan(source, options)
         except (InvalidCheckpoint, NotConvertible, ValueError) as e:
             why = str(e).partition("\n")[0]
     found = f"{short(msgspec.to_builtins(arguments))}: {why}"

@@ -145,7 +145,7 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     source = describe_source(checkpoint)
     experts = kernel_experts(source.description, manifest.verdicts, manifest.model.shared_kernel_width)
     for shard in sidecar:
-        findings.add(*header_mismatches(out, shard, entries_of(shard), shard_metadata(manifest.contract.name)))
+        findings.add(*header_mismatches(out, shard, entries_of(shard), shard_metadata(manifest.contract_name)))
     right = _comparable(source, experts, {}, sidecar, findings)
     for e in (e for e in experts if not _has_kernel_shape(e)):
         want, got = "shapes that the kernel takes", f"width {e.group.width} -> {e.width}, hidden size {e.group.hidden}"

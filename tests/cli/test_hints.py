@@ -298,12 +298,6 @@ def test_the_output_states_the_right_total(source: Make, run: Run, tmp_path: Pat
             ["{source}", "{out}", "--target", "vllm-0.33"],
         ),
         (["{source}", "{out}", "--target", "x"], "target-unknown", "see: fse-convert targets", ["targets"]),
-        (
-            ["{source}", "{out}", "--target", "atom"],
-            "target-inspect-only",
-            "fse-convert inspect CHECKPOINT --target atom",
-            ["inspect", "{source}", "--target", "atom"],
-        ),
         (["explain", "nam"], "code-unknown", "did you mean nan?", ["explain", "nan"]),
         (["explain", "?"], "code-unknown", "see: fse-convert explain", ["explain"]),
         (

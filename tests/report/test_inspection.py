@@ -16,7 +16,7 @@ from fse_convert.errors import Problem, folded
 from fse_convert.inspection import Inspection
 from fse_convert.plan.advice import advise
 from fse_convert.plan.costs import Serving, costs
-from fse_convert.plan.planner import planner
+from fse_convert.plan.decide import planner
 from fse_convert.plan.source import describe_source
 from fse_convert.plan.widths import contract_widths
 from fse_convert.report.console import size, span

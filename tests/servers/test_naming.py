@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fse_convert.errors import UsageError
-from fse_convert.servers.judge import ALL_TARGETS, find_convertible
+from fse_convert.servers.judge import ALL_TARGETS
 from fse_convert.servers.naming import find_named, for_version
 from fse_convert.servers.targets import TARGETS
 
@@ -64,11 +64,6 @@ def test_what_is_said_of_a_release_that_is_not_known(written: str, message: str,
     assert message in problem.message
     assert hint in problem.hint
     assert problem.where == "--require"
-
-
-def test_a_target_that_only_inspect_judges_is_named_as_such() -> None:
-    with pytest.raises(UsageError, match=r"vllm-0\.33-aiter is judged by inspect"):
-        find_convertible("vllm-0.33.1-aiter")
 
 
 @pytest.mark.parametrize(

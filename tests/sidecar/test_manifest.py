@@ -121,7 +121,7 @@ def test_an_edit_without_a_digest_is_damaged(out: Path) -> None:
 
 
 def test_a_newer_format_and_no_output_at_all(out: Path) -> None:
-    rewrite(out, lambda m: m.update(format_version=2))
+    rewrite(out, lambda m: m.update(format_version=3))
     assert refusal(out)[0] == "format-newer"
     (out / "fse/manifest.json").unlink()
     assert refusal(out)[0] == "not-an-output"

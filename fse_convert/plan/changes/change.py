@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal
 
-from fse_convert.plan.plan import TensorSpec
+from fse_convert.plan.tensors import TensorSpec
 
 
 class _Removed(Enum):

@@ -63,7 +63,7 @@ class FseModelLoader(DefaultModelLoader):  # type: ignore[misc]
         logger.info(
             "Shared experts of %d layers: %.2f GiB in kernel layout from %s/fse (%s, width %d); the originals were left out.",
             len(takeover.taken), takeover.nbytes / GIB, folder,
-            sidecar.manifest.contract.name, sidecar.manifest.model.width.kernel,
+            sidecar.manifest.contract_name, sidecar.manifest.model.width.kernel,
         )  # fmt: skip
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

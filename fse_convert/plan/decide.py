@@ -1,0 +1,162 @@
+"""Decide whether a conversion can run as asked: which changes of format, at which width, and what comes of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fse_convert.checkpoint.reader import Checkpoint
+from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem, folded
+from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.description import Description
+from fse_convert.model.moe import LayerKind
+from fse_convert.plan.changes.search import FITS, Candidates, Changes, choose, misfit
+from fse_convert.plan.edits import config_edits
+from fse_convert.plan.plan import Decision, Experts, LayerVerdict, Options
+from fse_convert.plan.source import Source
+from fse_convert.plan.widths import needed_width, stored_widths
+from fse_convert.servers.judge import answer, native_layer
+from fse_convert.servers.native import LaunchWidths, kernel_verdict
+from fse_convert.servers.scales import INEXACT, Scales, with_scales
+from fse_convert.servers.targets import Target
+from fse_convert.servers.verdict import Outcome, Reason, Verdict, because, whole
+from fse_convert.sidecar.manifest import ConfigEdit
+
+NOT_JUDGED = because(Outcome.UNKNOWN, "not-judged", "converted without a --target")
+
+
+def decide(source: Source, options: Options, candidates: Candidates | None = None) -> Decision:
+    """Decide what a conversion does.
+
+    ``candidates``: of the same source, to share between options. Raises InvalidCheckpoint for what is broken or not understood,
+    NotConvertible for layers that would not fuse.
+    """
+    candidates = candidates or Candidates(source)
+    decision = choose(candidates, options, _decide_after)
+    if not options.contract and options.target and misfit(decision) > FITS and not options.allow_unfused:
+        raise NotConvertible(*_no_way(decision, candidates, options))
+    return decision
+
+
+def planner(source: Source) -> Callable[[Options], Decision | None]:
+    """Make a function that returns what a conversion with some options would decide, None where it would refuse."""
+    candidates = Candidates(source)
+
+    def plans(options: Options) -> Decision | None:
+        try:
+            return decide(source, options, candidates)
+        except (InvalidCheckpoint, NotConvertible):
+            return None
+
+    return plans
+
+
+def _decide_after(after: Source, changes: Changes, options: Options) -> Decision:
+    """Decide about a source as it is after some changes of format."""
+    description = after.description
+    _check_understood(after.checkpoint, description)
+    source_width, n_shared = stored_widths(description)
+    width = needed_width(description, options, source_width)
+    main = width if options.experts is Experts.ALL else source_width
+    at_kernel, at_main, at_source = (LaunchWidths(w, n_shared * w) for w in (width, main, source_width))
+    if main != source_width and any(change.tensors for change in changes):
+        message = f"{changes[-1].does}, and padding {source_width} to {main}, are two conversions"
+        raise NotConvertible(Problem("changes-combined", message, hint="make one of them, then convert its output"))
+    verdicts, server = _verdicts(after, options, at_kernel, at_main)
+    edits: tuple[ConfigEdit, ...] = ()
+    if main != source_width:
+        edits = config_edits(after.checkpoint, description, at_source, at_main)
+    return Decision(
+        changes=changes,
+        after=after,
+        n_shared=n_shared,
+        source_width=source_width,
+        main_width=main,
+        width=width,
+        verdicts=verdicts,
+        server=server,
+        config_edits=edits,
+    )
+
+
+def _verdicts(
+    after: Source, options: Options, at_kernel: LaunchWidths, at_main: LaunchWidths
+) -> tuple[tuple[LayerVerdict, ...], Verdict]:
+    """Judge every layer, and the model as a whole. Raises NotConvertible for layers that do not fit a contract."""
+    layers, target, contract = after.description.layers, options.target, options.contract
+    if target is None:
+        return tuple(LayerVerdict(layer=d, verdict=NOT_JUDGED, server=NOT_JUDGED) for d in layers), NOT_JUDGED
+    if not isinstance(target, Target):
+        found = answer(after.subject, target)
+        return tuple(LayerVerdict(layer=d, verdict=v, server=v) for d, v in zip(layers, found.layers, strict=True)), found.model
+    servers = tuple(native_layer(after.subject, target, d, at_main) for d in layers)
+    if contract is None:
+        return tuple(LayerVerdict(layer=d, verdict=v, server=v) for d, v in zip(layers, servers, strict=True)), whole(servers)
+    kernel = (with_scales(d, kernel_verdict(d, contract, target.pairings, at_kernel), after.scales) for d in layers)
+    verdicts = tuple(LayerVerdict(layer=d, verdict=k, server=v) for d, k, v in zip(layers, kernel, servers, strict=True))
+    _check_verdicts(verdicts, options, after.scales, contract.name)
+    return verdicts, whole(servers)
+
+
+def _no_way(decision: Decision, candidates: Candidates, options: Options) -> list[Problem]:
+    """Say why a target fuses nothing whatever may be changed, or which permission is lacking."""
+    title = options.goal
+    if not options.lossy:
+        lossy = replace(options, lossy=True)
+        with_loss = choose(candidates, lossy, _decide_after)
+        if misfit(with_loss) <= FITS:
+            does = " and ".join(change.does for change in with_loss.changes)
+            return [Problem("lossy", f"{title} fuses this checkpoint only after a change that loses precision: {does}", "--target",
+                            "--lossy permits it")]  # fmt: skip
+    problems = [Problem(r.code, r.message, hint=r.hint) for r in decision.server.reasons]
+    return [Problem("no-change-helps", f"no change of format that is known makes {title} fuse this checkpoint", "--target",
+                    "--allow-unfused converts anyway"), *problems]  # fmt: skip
+
+
+def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
+    problems = [*description.problems, *(c for c in description.conflicts if c.code in LOAD_CONFLICTS)]
+    if description.family is None and description.unknown:
+        problems.append(description.unknown)
+    elif description.family and not any(d.shared for d in description.layers) and not problems:
+        message = f"no shared experts under the names of {description.family.name}"
+        problems.append(Problem("no-shared-experts", message, checkpoint.folder.label))
+    if problems:
+        raise InvalidCheckpoint(*folded(problems))
+
+
+def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, scales: Scales, contract: str) -> None:
+    for kind in LayerKind:
+        states = [v for v in verdicts if v.layer.layer.kind is kind]
+        fused = [v for v in states if v.verdict.fused]
+        if fused and len(fused) < len(states):
+            odd = [v for v in states if not v.verdict.fused]
+            counts = f"{len(fused)} of {len(states)} {kind.value} layers would fuse"
+            message = f"the layers disagree: {counts}, these not: {_layer_list(odd)}"
+            hint = "servers fuse all layers of a model or none (vllm-project/vllm#51695)"
+            raise NotConvertible(Problem("layers-mixed", message, hint=hint), *_unfused_problems(odd, scales))
+    unfused = [v for v in verdicts if not v.verdict.fused]
+    if unfused and not options.allow_unfused:
+        message = f"{len(unfused)} of {len(verdicts)} layers do not fit {contract}, they would not fuse"
+        hint = "--allow-unfused writes such layers in the standard layout only"
+        raise NotConvertible(Problem("not-fusable", message, hint=hint), *_unfused_problems(unfused, scales))
+
+
+def _unfused_problems(unfused: list[LayerVerdict], scales: Scales) -> list[Problem]:
+    """Return one problem per distinct reason, naming the layers that have it, and of inexact scales one value."""
+    by_reason: dict[Reason, list[LayerVerdict]] = {}
+    for v in unfused:
+        for reason in v.verdict.reasons:
+            by_reason.setdefault(reason, []).append(v)
+    return [Problem(r.code, _message(r, vs, scales), _layer_list(vs), r.hint) for r, vs in by_reason.items()]
+
+
+def _message(reason: Reason, verdicts: list[LayerVerdict], scales: Scales) -> str:
+    if reason.code != INEXACT:
+        return reason.message
+    name = scales.inexact_of(verdicts[0].layer)[0]
+    return f"F32 scales are not powers of two in {len(verdicts)} layers, e.g. {name}: {scales.inexact[name]}"
+
+
+def _layer_list(verdicts: list[LayerVerdict]) -> str:
+    names = [v.layer.layer.name for v in verdicts]
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)} layers)"
