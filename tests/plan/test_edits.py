@@ -215,7 +215,7 @@ def test_a_missing_key_is_refused_and_adding_it_as_the_hint_says_helps(model_typ
     assert problem.code == "config-key"
     section = "text_config" if where == "nested" and stated else "the top level"
     assert problem.hint == f'add "{key}": {WIDTH} to {section}, as the tensors have it'
-    assert plan(placed(model, {**model.config, **stated, key: WIDTH}, where), model.tensors()).padded
+    assert plan(placed(model, {**model.config, **stated, key: WIDTH}, where), model.tensors()).rewritten
 
 
 def test_a_missing_key_is_no_obstacle_where_nothing_is_padded() -> None:
@@ -223,7 +223,7 @@ def test_a_missing_key_is_no_obstacle_where_nothing_is_padded() -> None:
     assert target is not None
     model = next(m for m in MODELS if m.model_type == "hunyuan_v1_moe")
     made = checkpoint({"model_type": "hunyuan_v1_moe", **model.config}, model.tensors())
-    assert not make_plan(describe_source(made), Options(target, allow_unfused=True)).padded
+    assert not make_plan(describe_source(made), Options(target, allow_unfused=True)).rewritten
 
 
 def test_hunyuans_dense_layers_are_built_from_the_same_key() -> None:
