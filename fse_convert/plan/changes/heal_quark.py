@@ -62,9 +62,10 @@ def experts_pattern(subject: Subject) -> FormatChange | None:
     if not isinstance(schemes, Mapping):
         return None
     modules = [experts_module(d) for d in subject.description.layers if d.routed and is_all(d.routed, StorageKind.MXFP4)]
-    narrow = [entry for entry, scheme in specs(schemes).items() if entry.endswith(".experts.*") and is_fp4(scheme)]
-    wider = {entry: f"{entry[:-2]}*" for entry in narrow if any(means(f"{entry[:-2]}", module) for module in modules)}
-    renamed = {wider.get(entry, entry): scheme for entry, scheme in schemes.items()}
+    general = subject.quantization.raw.get("global_quant_config")
+    fp4 = [entry for entry, found in specs(schemes).items() if is_fp4(found) and found != general]
+    narrow = [entry for entry in fp4 if entry.endswith(".experts.*") and any(means(entry[:-2], module) for module in modules)]
+    renamed = {f"{entry[:-2]}*" if entry in narrow else entry: found for entry, found in schemes.items()}
     if len(renamed) < len(schemes) or any(means(entry, module) for entry in schemes for module in modules):
         return None
     does = "widens the pattern for routed experts, which vLLM does not apply to them"
@@ -76,28 +77,27 @@ def scheme(subject: Subject) -> FormatChange | None:
 
     vLLM compares whole schemes (0.29 to 0.33 quantization/utils/config_utils.py, the rule for QuarkConfig).
     """
-    schemes, general = (
-        specs(subject.quantization.raw.get("layer_quant_config")),
-        subject.quantization.raw.get("global_quant_config"),
-    )
+    raw = subject.quantization.raw
+    schemes, general = specs(raw.get("layer_quant_config")), raw.get("global_quant_config")
     layers = [d for d in _mxfp4_layers(subject) if d.shared and is_all(d.shared, StorageKind.MXFP4)]
-    routed, shared = [experts_module(d) for d in layers], [name for d in layers if d.shared for name in projection_names(d.shared)]
-    own = {entry: scheme for entry, scheme in schemes.items() if any(means(entry, module) for module in (*routed, *shared))}
-    first = next((scheme for entry, scheme in own.items() if any(means(entry, module) for module in routed)), general)
-    model = general if isinstance(general, Mapping) and _effect(general) == _effect(first) else first
-    odd = {entry for entry, scheme in own.items() if scheme != model and _effect(scheme) == _effect(model)}
+    routed = [experts_module(d) for d in layers]
+    shared = [name for d in layers if d.shared for name in projection_names(d.shared)]
+    own = {entry: found for entry, found in schemes.items() if any(means(entry, module) for module in (*routed, *shared))}
+    first = next((found for entry, found in own.items() if any(means(entry, module) for module in routed)), general)
+    model = general if _effect(general) == _effect(first) else first
+    odd = {entry for entry, found in own.items() if found != model and _effect(found) == _effect(model)}
     if not odd:
         return None
     does = "spells the scheme of shared experts as that of routed ones, which are stored in the same way"
-    edited = {entry: model if entry in odd else scheme for entry, scheme in subject.quantization.raw["layer_quant_config"].items()}
+    edited = {entry: model if entry in odd else found for entry, found in raw["layer_quant_config"].items()}
     return _edit(subject, "heal-quark-scheme", does, "layer_quant_config", edited)
 
 
 def module_names(subject: Subject) -> FormatChange | None:
     """Name FP8 modules exactly, those of MTP layers twice, where servers would not find their scheme and build them as MXFP4.
 
-    vLLM reads no ``re:`` entries of ``layer_quant_config``, and 0.31 and 0.32 look for an MTP layer's modules under the number after
-    the last layer's.
+    vLLM reads no ``re:`` entries of ``layer_quant_config``, and 0.31 and 0.32 look modules of an MTP layer up as those of a layer
+    after the last one.
     """
     layers, schemes = decoder_layers(subject), specs(subject.quantization.raw.get("layer_quant_config"))
     fp8 = {entry: scheme for entry, scheme in schemes.items() if not is_fp4(scheme)}
@@ -192,14 +192,14 @@ def _mxfp4_layers(subject: Subject) -> list[LayerDescription]:
 
 
 def _shared_names(subject: Subject, kind: StorageKind) -> list[str]:
-    """Name the shared matrices that are all stored in one format beside MXFP4 routed ones, and that the config's scheme calls MXFP4."""
+    """Name the shared experts' matrices in one format, beside MXFP4 routed ones, that the config's schemes call MXFP4."""
     groups: list[ExpertGroup] = [d.shared for d in _mxfp4_layers(subject) if d.shared and is_all(d.shared, kind)]
     return [name for group in groups for name in projection_names(group) if _is_mxfp4_by(subject.quantization.raw, name)]
 
 
 def _is_mxfp4_by(raw: Mapping[str, Any], module: str) -> bool:
     """Tell whether every scheme that a config may have for a module is MXFP4."""
-    own = [found for entry, found in specs(raw.get("layer_quant_config")).items() if means(entry, module)]
+    own: list[object] = [found for entry, found in specs(raw.get("layer_quant_config")).items() if means(entry, module)]
     return all(_is_mxfp4(found) for found in own or [raw.get("global_quant_config")])
 
 
@@ -220,10 +220,11 @@ def _effect(found: object) -> object:
     """Return a scheme without its history, and without what is null."""
     if not isinstance(found, Mapping):
         return found
-    parts = {key: value for key, value in found.items() if value is not None and key != "target_device"}
-    return {
-        key: {k: v for k, v in value.items() if v is not None and k not in HISTORY.get(key, ())}
-        if isinstance(value, Mapping)
-        else value
-        for key, value in parts.items()
-    }
+    parts = {key: _stated(key, value) for key, value in found.items() if key != "target_device"}
+    return {key: value for key, value in parts.items() if value is not None}
+
+
+def _stated(part: str, spec: object) -> object:
+    if not isinstance(spec, Mapping):
+        return spec
+    return {key: value for key, value in spec.items() if value is not None and key not in HISTORY.get(part, ())}

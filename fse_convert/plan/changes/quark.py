@@ -37,7 +37,7 @@ _MXFP4 = {
 _REST = {"output_tensors": None, "bias": None, "target_device": None}
 MXFP4_SCHEME: Scheme = {"weight": _MXFP4, "input_tensors": {**_MXFP4, "is_dynamic": True}, **_REST}
 """Weights in MXFP4, inputs quantised to MXFP4 while serving."""
-_MODEL = {
+_MODEL: Scheme = {
     "quant_method": "quark",
     "version": "0.13",
     "layer_type_quant_config": {},
@@ -125,10 +125,10 @@ def quark_obstacle(subject: Subject, recoded: Collection[str]) -> str:
         module, _, suffix = name.rpartition(".")
         if suffix == "weight" and info.dtype in (*FP8_WEIGHTS, *FP4_WEIGHTS) and ROUTED not in name and module not in known:
             return f"{module} is stored in a way that is not understood"
-    odd = (
-        (p.name, f.label) for p, f in every_matrix(subject) if f.kind not in _STORED and not _is_e8m0(f) and p.name not in recoded
-    )
-    return next((f"{name} is stored as {label}, not in FP8 blocks with E8M0 scales" for name, label in odd), "")
+    for projection, f in every_matrix(subject):
+        if f.kind not in _STORED and not _is_e8m0(f) and projection.name not in recoded:
+            return f"{projection.name} is stored as {f.label}, not in FP8 blocks with E8M0 scales"
+    return ""
 
 
 def decoder_layers(subject: Subject) -> int | None:

@@ -34,7 +34,7 @@ def shared_mxfp4(subject: Subject) -> Result:
     """Return the change, or why it does not fit the checkpoint.
 
     The drafter of DeepSeek-V4 keeps its shared experts: vLLM 0.30 to 0.33 put none into a slot there and raise a KeyError where
-    they are stored as the routed ones (models/deepseek_v4/amd/mtp.py). Of other models every layer with MXFP4 routed experts changes.
+    they are stored as the routed ones (models/deepseek_v4/amd/mtp.py). Of other models all layers with MXFP4 routed experts change.
     """
     layers = _changed_layers(subject)
     changed = [matrix for layer in layers if layer.shared for matrix in matrices(layer.shared)]
