@@ -14,13 +14,14 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fse_convert.checkpoint.encoding import encode_header, header_entries
 from fse_convert.checkpoint.header import BITS
-from fse_convert.testing.kinds import CONFIGS, KINDS, Entry, Spec
+from fse_convert.testing.kinds import KINDS
+from fse_convert.testing.parts import CONFIGS, Entry, Kind, Spec
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +31,13 @@ ORDER = ("I64", "F32", "BF16", "F8_E8M0", "F8_E4M3", "I8", "U8")
 CHUNK = 1 << 22  # elements in memory at a time
 KNOBS = {
     "layers": "num_hidden_layers",
-    "experts": "n_routed_experts",
     "hidden": "hidden_size",
     "width": "moe_intermediate_size",
     "shared": "n_shared_experts",
     "dense": "first_k_dense_replace",
     "vocab": "vocab_size",
 }
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 WRITTEN = ("power_of_two", "shard_size", "seed", "single_file", "sparse", "header_metadata")
 """Knobs that no config says: they are fields of `Spec`."""
 INFERENCE = {  # the reference implementation's own names for keys of config.json
@@ -97,27 +98,29 @@ def make_spec(
     config = copy.deepcopy(dict(traits.config))
     c: dict[str, Any] = config.get("text_config", config)
     vision: dict[str, Any] = config.get("vision_config", {})
-    everywhere = c["n_routed_experts"] // c.get("dspark_n_routed_experts", c["n_routed_experts"])
+    everywhere = c[traits.experts_key] // c.get("dspark_n_routed_experts", c[traits.experts_key])
     if not real:
-        c |= {key: value for key, value in (CONFIGS["demo"] | {"n_routed_experts": traits.demo_experts}).items() if key in c}
+        c |= {key: value for key, value in (CONFIGS["demo"] | {traits.experts_key: traits.demo_experts}).items() if key in c}
         vision |= CONFIGS["demo-vision"] if vision else {}
     fields = {"power_of_two": traits.power_of_two} | {key: knobs.pop(key) for key in WRITTEN if key in knobs}
     if isinstance(fields.get("shard_size"), str):
         fields["shard_size"] = parse_size(fields["shard_size"])
     for knob, value in knobs.items():
-        _put(c, kind, KNOBS.get(knob, knob), value)
+        _put(c, kind, traits.experts_key if knob == "experts" else KNOBS.get(knob, knob), value)
     if vision_layers is not None:
         _put(vision, kind, "num_hidden_layers", vision_layers)
     if engram_rows is not None:
         _put(c, kind, "engram_num_embeddings", [engram_rows] * 2)
     if mtp is None:
-        mtp = traits.real_mtp or (c["num_nextn_predict_layers"] if real else 1)
+        stated = next(c[key] for key in MTP_KEYS if key in c)
+        mtp = traits.real_mtp or (stated if real else min(stated, 1))
     if mtp_experts is None:
-        mtp_experts = max(1, c["n_routed_experts"] // everywhere)
-    _fit(c, traits.ratio, mtp, mtp_experts, nextn=1 if traits.real_mtp else mtp)
+        mtp_experts = max(1, c[traits.experts_key] // everywhere)
+    _fit(c, traits, mtp, mtp_experts)
+    spec = Spec(kind=kind, traits=traits, config=config, mtp=mtp, mtp_experts=mtp_experts, **fields)
     if traits.quantization:
-        config["quantization_config"] = traits.quantization(c, mtp)
-    return Spec(kind, config, mtp, mtp_experts, **fields)
+        config["quantization_config"] = traits.quantization(spec)
+    return spec
 
 
 def _put(config: dict[str, Any], kind: str, key: str, value: int | list[int]) -> None:
@@ -126,15 +129,16 @@ def _put(config: dict[str, Any], kind: str, key: str, value: int | list[int]) ->
     config[key] = value
 
 
-def _fit(c: dict[str, Any], ratio: Callable[[int], int], mtp: int, mtp_experts: int, nextn: int) -> None:
-    """Put into a config what follows from its number of layers and experts."""
+def _fit(c: dict[str, Any], traits: Kind, mtp: int, mtp_experts: int) -> None:
+    """Put into a config what follows from its number of layers and experts, and from their width."""
     layers = c["num_hidden_layers"]
     follows = {
-        "num_nextn_predict_layers": nextn,
-        "num_experts_per_tok": min(c["num_experts_per_tok"], c["n_routed_experts"]),
-        "num_key_value_heads": 1 if c["num_key_value_heads"] == 1 else c["num_attention_heads"],
+        **dict.fromkeys(MTP_KEYS, 1 if traits.real_mtp else mtp),
+        "num_experts_per_tok": min(c["num_experts_per_tok"], c[traits.experts_key]),
+        "num_key_value_heads": min(c["num_key_value_heads"], c["num_attention_heads"]),
+        "shared_expert_intermediate_size": c["moe_intermediate_size"],
         "first_k_dense_replace": min(c.get("first_k_dense_replace", 0), layers),
-        "compress_ratios": [ratio(layer) for layer in range(layers)] + [0] * mtp,
+        "compress_ratios": [traits.ratio(layer) for layer in range(layers)] + [0] * mtp,
         "dspark_target_layer_ids": list(range(max(0, layers - 3), layers)),
         "dspark_n_routed_experts": mtp_experts,
         "dspark_num_experts_per_tok": min(c.get("dspark_num_experts_per_tok", 0), mtp_experts),

@@ -1,164 +1,21 @@
 """Kinds of checkpoint that `make_checkpoint` writes, as data: names, dtypes and shapes of their tensors, and published configs.
 
-A kind is a function that lists its tensors by shard (DeepSeek V4, V4.1 or V3), a storage format for each sort of matrix, and the
-published config.json (configs.json holds them as published). Every dimension of a tensor is read from the config.
+A kind is a function that lists its tensors by shard (DeepSeek V4, V4.1 or V3, GLM-4.5, Qwen3.5), a storage format for each sort of
+matrix, and the published config.json (configs.json holds them as published). Every dimension of a tensor is read from the config.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-CONFIGS: Mapping[str, dict[str, Any]] = json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8"))
-"""Published config.json files, parts of some, and the sizes of a demonstration; keys that depend on the knobs are empty."""
+from fse_convert.testing.families import glm_groups, qwen_groups, v3_groups
+from fse_convert.testing.parts import CONFIGS, Entry, Group, Kind, Spec, Storage, experts, linear, moe, plain
+
 HC = 4  # residual streams (hc_mult)
 HC_MIX = (2 + HC) * HC
 PATCH = 3 * 14 * 14  # values of an image patch; an aligner joins 3x3 of them
-
-
-class Entry(NamedTuple):
-    """A tensor to write: `fill` names its values, `seed` their random stream (its name, unless two must be equal)."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    fill: str
-    seed: str
-
-
-Group = list[Entry] | tuple[Entry, ...]  # a shard's tensors; a tuple's are stored in its order
-
-
-class Part(NamedTuple):
-    """One stored tensor of a matrix: an element stands for `block` = (rows, columns) of it; no block means 0-d."""
-
-    suffix: str
-    dtype: str
-    fill: str
-    block: tuple[int, ...]
-    tied: bool = False  # gate and up have the same value
-
-    def shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        """Return the shape for a matrix [rows, cols]; a partial block counts as one."""
-        return tuple(-(-size // block) for size, block in zip((rows, cols), self.block, strict=False))
-
-
-class Storage(NamedTuple):
-    """The format of each sort of matrix; empty: as in the decoder layers."""
-
-    routed: str = "bf16"
-    shared: str = "bf16"
-    linear: str = "bf16"  # attention and all others
-    mtp_routed: str = ""
-    mtp_shared: str = ""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One checkpoint to write: `config` is its config.json, `shard_size` in bytes (none: shards as published)."""
-
-    kind: str
-    config: Mapping[str, Any]
-    mtp: int
-    mtp_experts: int
-    power_of_two: bool = False  # of F32 scales
-    shard_size: int | None = None
-    seed: int = 0
-    single_file: bool = False
-    sparse: bool = False
-    header_metadata: bool = True
-
-    @property
-    def traits(self) -> Kind:
-        """The kind's row of the table."""
-        return KINDS[self.kind]
-
-    @property
-    def text(self) -> Mapping[str, Any]:
-        """The language model's part of the config."""
-        return self.config.get("text_config", self.config)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One published checkpoint: its tensors by shard, its config, how its matrices are stored."""
-
-    groups: Callable[[Spec], Iterator[Group]]
-    config: Mapping[str, Any]
-    storage: Storage
-    dspark: bool = False  # the MTP layers are the stages of one drafter
-    ratio: Callable[[int], int] = lambda _: 0  # KV compression of a layer
-    power_of_two: bool = False
-    real_mtp: int = 0  # MTP layers in the files, where the config says another number
-    demo_experts: int = 8
-    quantization: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None  # of a text config and MTP layers
-
-
-def _fp8(scale: str, block: tuple[int, int], dtype: str = "F8_E8M0") -> tuple[Part, ...]:
-    fill = "f32-scale" if dtype == "F32" else "e8m0-of-fp8"
-    return Part("weight", "F8_E4M3", "e4m3", (1, 1)), Part(scale, dtype, fill, block)
-
-
-FORMATS: Mapping[str, tuple[Part, ...]] = {
-    "bf16": (Part("weight", "BF16", "normal-bf16", (1, 1)),),
-    "fp8-128": _fp8("scale", (128, 128)),
-    "fp8-32": _fp8("scale", (32, 32)),
-    "fp8-row32": _fp8("scale", (1, 32)),
-    "fp8-128-f32": _fp8("weight_scale_inv", (128, 128), "F32"),
-    "fp8-128-f32-scale": _fp8("scale", (128, 128), "F32"),
-    "fp8-128-quark": _fp8("weight_scale", (128, 128)),
-    "mxfp4": (Part("weight", "I8", "fp4", (1, 2)), Part("scale", "F8_E8M0", "e8m0-of-fp4", (1, 32))),
-    "mxfp4-u8": (Part("weight", "U8", "fp4", (1, 2)), Part("weight_scale", "U8", "e8m0-of-fp4", (1, 32))),
-    "nvfp4": (
-        Part("weight", "U8", "fp4", (1, 2)),
-        Part("weight_scale", "F8_E4M3", "e4m3-scale", (1, 16)),
-        Part("weight_scale_2", "F32", "global-f32", (), tied=True),
-        Part("input_scale", "F32", "global-f32", (), tied=True),
-    ),
-}
-
-
-def linear(spec: Spec, prefix: str, rows: int, cols: int, storage: str = "") -> Iterator[Entry]:
-    """Yield the stored tensors of the matrix `prefix` [rows, cols], by default in the format of the attention."""
-    for part in FORMATS[storage or spec.traits.storage.linear]:
-        fill = "f32-scale-pow2" if part.fill == "f32-scale" and spec.power_of_two else part.fill
-        stream = prefix.removesuffix("w3") + "w1" if part.tied and prefix.endswith("w3") else prefix
-        yield Entry(f"{prefix}.{part.suffix}", part.dtype, part.shape(rows, cols), fill, f"{stream}.{part.suffix}")
-
-
-def mlp(spec: Spec, storage: str, prefix: str, width: int, names: str = "w1 w2 w3") -> Iterator[Entry]:
-    """Yield gate and up [width, hidden], down [hidden, width]; `names` are those of gate, down, up."""
-    gate, down, up = (f"{prefix}.{name}" for name in names.split())
-    hidden = spec.text["hidden_size"]
-    yield from linear(spec, gate, width, hidden, storage)
-    yield from linear(spec, down, hidden, width, storage)
-    yield from linear(spec, up, width, hidden, storage)
-
-
-def plain(name: str, *shape: int, dtype: str = "BF16", fill: str = "") -> Entry:
-    """Return a tensor that is never quantised; norms are near one."""
-    return Entry(name, dtype, shape, fill or ("unit-" if "norm" in name else "normal-") + dtype.lower(), name)
-
-
-def experts(spec: Spec, mtp: bool) -> int:
-    """Return the number of routed experts of a decoder or of an MTP layer."""
-    return spec.mtp_experts if mtp else int(spec.text["n_routed_experts"])
-
-
-def moe(spec: Spec, prefix: str, *, mtp: bool, names: str = "w1 w2 w3") -> Iterator[Entry]:
-    """Yield the router's matrix, the routed experts, and the shared ones as one MLP of `n_shared_experts` times the width."""
-    c, formats = spec.text, spec.traits.storage
-    width, shared = c["moe_intermediate_size"], c["n_shared_experts"]
-    routed_format = (mtp and formats.mtp_routed) or formats.routed
-    shared_format = (mtp and formats.mtp_shared) or formats.shared
-    yield plain(f"{prefix}.gate.weight", experts(spec, mtp), c["hidden_size"])
-    for expert in range(experts(spec, mtp)):
-        yield from mlp(spec, routed_format, f"{prefix}.experts.{expert}", width, names)
-    if shared:
-        yield from mlp(spec, shared_format, f"{prefix}.shared_experts", shared * width, names)
+QUARK_REST = {"output_tensors": None, "bias": None, "target_device": None}
 
 
 def v4_layer(spec: Spec, prefix: str, *, mtp: bool) -> Iterator[Entry]:
@@ -309,61 +166,39 @@ def v41_groups(spec: Spec) -> Iterator[Group]:
         )
 
 
-def v3_layer(spec: Spec, layer: int, *, mtp: bool) -> Iterator[Entry]:
-    """Yield a V3 layer: multi-head latent attention, then a dense MLP or the experts."""
-    c, prefix, names = spec.text, f"model.layers.{layer}", "gate_proj down_proj up_proj"
-    attn, hidden, heads, rank = f"{prefix}.self_attn", c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
-    yield from linear(spec, f"{attn}.q_a_proj", c["q_lora_rank"], hidden)
-    yield from linear(spec, f"{attn}.q_b_proj", heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]), c["q_lora_rank"])
-    yield from linear(spec, f"{attn}.kv_a_proj_with_mqa", rank + c["qk_rope_head_dim"], hidden)
-    yield from linear(spec, f"{attn}.kv_b_proj", heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank)
-    yield from linear(spec, f"{attn}.o_proj", hidden, heads * c["v_head_dim"])
-    yield plain(f"{attn}.q_a_layernorm.weight", c["q_lora_rank"])
-    yield plain(f"{attn}.kv_a_layernorm.weight", rank)
-    yield plain(f"{prefix}.input_layernorm.weight", hidden)
-    yield plain(f"{prefix}.post_attention_layernorm.weight", hidden)
-    if layer < c["first_k_dense_replace"]:
-        yield from mlp(spec, spec.traits.storage.linear, f"{prefix}.mlp", c["intermediate_size"], names)
-    else:
-        yield plain(f"{prefix}.mlp.gate.e_score_correction_bias", experts(spec, mtp), dtype="F32")
-        yield from moe(spec, f"{prefix}.mlp", mtp=mtp, names=names)
-
-
-def v3_groups(spec: Spec) -> Iterator[Group]:
-    """Yield V3 by shard: embedding, decoder layers, head, and the MTP layers under the numbers that follow."""
-    hidden, vocab, layers = (spec.text[key] for key in ("hidden_size", "vocab_size", "num_hidden_layers"))
-    yield [plain("model.embed_tokens.weight", vocab, hidden)]
-    for layer in range(layers):
-        yield list(v3_layer(spec, layer, mtp=False))
-    yield [plain("model.norm.weight", hidden), plain("lm_head.weight", vocab, hidden)]
-    for layer in range(layers, layers + spec.mtp):
-        prefix = f"model.layers.{layer}"
-        group = [*v3_layer(spec, layer, mtp=True), plain(f"{prefix}.eh_proj.weight", hidden, 2 * hidden)]
-        group += (plain(f"{prefix}.{name}.weight", hidden) for name in ("enorm", "hnorm", "shared_head.norm"))
-        group += (plain(f"{prefix}.{name}.weight", vocab, hidden) for name in ("embed_tokens", "shared_head.head"))
-        yield group
-
-
-def quark(c: Mapping[str, Any], mtp: int) -> dict[str, Any]:
+def quark(spec: Spec) -> dict[str, Any]:
     """Return AMD Quark's config: MXFP4 everywhere, but for attention and the MTP layers' shared experts, which stay block FP8.
 
     Modules are named exactly, those of MTP layers also as the layers after the last one: so every vLLM since 0.29 reads them.
     """
-    mx, rest = CONFIGS["quark-mxfp4"], {"output_tensors": None, "bias": None, "target_device": None}
-    fp4 = {"input_tensors": mx | {"is_dynamic": True}, "weight": mx, **rest}
-    fp8 = {"input_tensors": mx | CONFIGS["quark-tokens"], "weight": mx | CONFIGS["quark-blocks"], **rest}
+    c, mx = spec.text, CONFIGS["quark-mxfp4"]
+    fp8 = {"input_tensors": mx | CONFIGS["quark-tokens"], "weight": mx | CONFIGS["quark-blocks"], **QUARK_REST}
     attn = [f"attn.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")]
     draft = [*attn, "e_proj", "h_proj", *(f"ffn.shared_experts.w{number}" for number in (1, 2, 3))]
     count = c["num_hidden_layers"]
     names = [f"layers.{layer}.{name}" for layer in range(count) for name in attn]
     names += [f"layers.{layer}.attn.indexer.wq_b" for layer in range(count) if c["compress_ratios"][layer] == 4]
-    names += [f"{at}.{name}" for k in range(mtp) for at in (f"mtp.{k}", f"layers.{count + k}") for name in draft]
-    return CONFIGS["quark"] | {"global_quant_config": fp4, "layer_quant_config": dict.fromkeys(names, fp8)}
+    names += [f"{at}.{name}" for k in range(spec.mtp) for at in (f"mtp.{k}", f"layers.{count + k}") for name in draft]
+    return CONFIGS["quark"] | {"global_quant_config": quark_fp4(), "layer_quant_config": dict.fromkeys(names, fp8)}
 
 
-def nvfp4(c: Mapping[str, Any], _: int) -> dict[str, Any]:
+def quark_experts(spec: Spec) -> dict[str, Any]:
+    """Return AMD Quark's config where routed experts alone are quantised, with the names of all other linear layers."""
+    entries = (entry for group in spec.traits.groups(spec) for entry in group)
+    matrices = (entry.name for entry in entries if entry.dtype == "BF16" and len(entry.shape) == 2)
+    exclude = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
+    return CONFIGS["quark"] | {"global_quant_config": quark_fp4(), "layer_quant_config": {}, "exclude": exclude}
+
+
+def quark_fp4() -> dict[str, Any]:
+    """Return AMD Quark's scheme of MXFP4 weights and inputs."""
+    mx = CONFIGS["quark-mxfp4"]
+    return {"input_tensors": mx | {"is_dynamic": True}, "weight": mx, **QUARK_REST}
+
+
+def nvfp4(spec: Spec) -> dict[str, Any]:
     """Return NVIDIA ModelOpt's config: the decoder layers' routed experts in NVFP4, everything else as DeepSeek has it."""
-    names = (f"layers.{layer}.ffn.experts" for layer in range(c["num_hidden_layers"]))
+    names = (f"layers.{layer}.ffn.experts" for layer in range(spec.text["num_hidden_layers"]))
     return CONFIGS["nvfp4"] | {"quantized_layers": {name: {"quant_algo": "NVFP4", "group_size": 16} for name in names}}
 
 
@@ -383,6 +218,8 @@ _MX = Storage("mxfp4", "fp8-128", "fp8-128")
 _MX32 = Storage("mxfp4", "fp8-32", "fp8-32")
 _NV = Storage("nvfp4", "fp8-32", "fp8-32", mtp_routed="mxfp4")
 _QUARK = Storage("mxfp4-u8", "mxfp4-u8", "fp8-128-quark", mtp_shared="fp8-128-quark")
+_EXPERTS = Storage(routed="mxfp4-u8")
+_FP8 = Storage("fp8-128", "fp8-128", "fp8-128")
 _F32 = Storage("fp8-128-f32-scale", "fp8-128-f32-scale", "fp8-128-f32-scale")
 _INV = Storage("fp8-128-f32", "fp8-128-f32", "fp8-128-f32")
 _CSA = compression(0)
@@ -397,9 +234,17 @@ KINDS: Mapping[str, Kind] = {
     "v4-flash-0731": Kind(v4_groups, _V4 | CONFIGS["dspark"], _MX, ratio=_CSA, dspark=True, real_mtp=3),
     "v4-pro": Kind(v4_groups, _V4_PRO, _MX, ratio=compression(128), demo_experts=6),
     "v4-flash-base": Kind(v4_groups, _V4 | {"expert_dtype": "fp8"}, _F32, ratio=_CSA, power_of_two=True),
+    "v4-flash-fp8": Kind(v4_groups, _V4 | {"expert_dtype": "fp8"}, _FP8, ratio=_CSA),
     "v4.1-flash": Kind(v41_groups, _V41, _MX32, ratio=_csa2, dspark=True),
     "v3": Kind(v3_groups, CONFIGS["v3"], _INV, demo_experts=6),
     "quark-mxfp4": Kind(v4_groups, _V4, _QUARK, ratio=_CSA, quantization=quark),
+    "kimi-k2-quark": Kind(v3_groups, CONFIGS["kimi-k2"], _EXPERTS, demo_experts=4, quantization=quark_experts),
+    "glm-4.5-quark": Kind(
+        glm_groups, CONFIGS["glm-4.5"], _EXPERTS._replace(mtp_routed="bf16"), demo_experts=4, quantization=quark_experts
+    ),
+    "qwen3.5-quark": Kind(
+        qwen_groups, CONFIGS["qwen3.5"], _EXPERTS, demo_experts=4, quantization=quark_experts, experts_key="num_experts"
+    ),
     "nvfp4": Kind(v41_groups, _V41, _NV, ratio=_csa2, dspark=True, quantization=nvfp4),
     "bf16": Kind(v4_groups, _BF16, Storage(), ratio=_CSA, demo_experts=4),
 }

@@ -15,7 +15,7 @@ from fse_convert.plan.advice import Plans
 from fse_convert.plan.decide import planner
 from fse_convert.plan.source import describe_source
 from fse_convert.servers.subject import Subject
-from fse_convert.testing.kinds import FORMATS
+from fse_convert.testing.parts import FORMATS
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape by name."""
@@ -39,7 +39,7 @@ class NoFolder:
 
 
 def matrix(store: str, n: int, k: int) -> Tensors:
-    """Return the tensors of an [n, k] matrix by suffix, in a storage format named in `kinds.FORMATS` or below."""
+    """Return the tensors of an [n, k] matrix by suffix, in a storage format named in `parts.FORMATS` or below."""
     if store in FORMATS:
         return {part.suffix: (part.dtype, part.shape(n, k)) for part in FORMATS[store]}
 

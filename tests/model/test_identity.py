@@ -12,8 +12,8 @@ import pytest
 from fse_convert.errors import InvalidCheckpoint
 from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
-from fse_convert.plan.plan import Options
 from fse_convert.plan.decide import decide
+from fse_convert.plan.plan import Options
 from fse_convert.plan.source import describe_source
 from fse_convert.servers.judge import judge
 from fse_convert.servers.targets import TARGETS

@@ -19,6 +19,11 @@ from fse_convert.testing.kinds import KINDS
 from tests.testing.small import TINY, header, headers, tensors, tiny
 
 Digest = Callable[[Path], dict[str, str]]
+LAYERS = {
+    **dict.fromkeys(("v3", "kimi-k2-quark", "glm-4.5-quark"), "model.layers.2.mlp"),
+    "qwen3.5-quark": "model.language_model.layers.2.mlp",
+}
+"""The block of experts of a layer, of kinds that do not name it as DeepSeek V4 does."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,9 +78,8 @@ def test_a_shard_is_what_the_library_would_write(tmp_path: Path, kind: str) -> N
 def test_weights_look_like_weights(tmp_path: Path, kind: str) -> None:
     """Dequantised routed and shared experts have a standard deviation near 0.02."""
     state = tensors(tiny(tmp_path, kind))
-    layer = "model.layers.2.mlp" if kind == "v3" else "layers.2.ffn"
-    gate = "gate_proj" if kind == "v3" else "w1"
-    for expert in ("experts.0", "shared_experts"):
+    layer, gate = LAYERS.get(kind, "layers.2.ffn"), "gate_proj" if kind in LAYERS else "w1"
+    for expert in ("experts.0", "shared_expert" if kind == "qwen3.5-quark" else "shared_experts"):
         parts = {name.rpartition(".")[2]: value for name, value in state.items() if f"{layer}.{expert}.{gate}" in name}
         assert 0.004 < float(dequantised(parts).std()) < 0.1, (expert, sorted(parts))
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fse_convert.testing.checkpoints import make_checkpoint, make_spec, shards, size
-from fse_convert.testing.kinds import KINDS, Entry, Spec
+from fse_convert.testing.kinds import KINDS
+from fse_convert.testing.parts import Entry, Spec
 from tests.testing.small import TINY, header, headers, tensors, tiny
 
 
@@ -118,6 +119,35 @@ SHAPES = {
         "mtp.0.ffn.shared_experts.w1.weight_scale": ("F8_E8M0", (16, 32)),
         "layers.0.attn.wq_a.weight_scale": ("F8_E8M0", (8, 32)),
     },
+    "v4-flash-fp8": {
+        "layers.0.ffn.experts.0.w1.weight": ("F8_E4M3", (2048, 4096)),
+        "layers.0.ffn.experts.0.w1.scale": ("F8_E8M0", (16, 32)),
+        "layers.0.ffn.shared_experts.w2.scale": ("F8_E8M0", (32, 16)),
+        "mtp.0.ffn.experts.255.w2.scale": ("F8_E8M0", (32, 16)),
+    },
+    "kimi-k2-quark": {
+        "model.layers.60.mlp.experts.383.gate_proj.weight": ("U8", (2048, 3584)),
+        "model.layers.60.mlp.experts.383.gate_proj.weight_scale": ("U8", (2048, 224)),
+        "model.layers.60.mlp.shared_experts.down_proj.weight": ("BF16", (7168, 2048)),
+        "model.layers.0.mlp.up_proj.weight": ("BF16", (18432, 7168)),
+        "model.layers.1.self_attn.q_b_proj.weight": ("BF16", (12288, 1536)),
+    },
+    "glm-4.5-quark": {
+        "model.layers.91.mlp.experts.159.down_proj.weight": ("U8", (5120, 768)),
+        "model.layers.91.mlp.experts.159.down_proj.weight_scale": ("U8", (5120, 48)),
+        "model.layers.91.mlp.shared_experts.up_proj.weight": ("BF16", (1536, 5120)),
+        "model.layers.92.mlp.experts.0.up_proj.weight": ("BF16", (1536, 5120)),
+        "model.layers.3.self_attn.q_proj.weight": ("BF16", (12288, 5120)),
+        "model.layers.3.self_attn.k_proj.bias": ("BF16", (1024,)),
+    },
+    "qwen3.5-quark": {
+        "model.language_model.layers.59.mlp.experts.511.up_proj.weight": ("U8", (1024, 2048)),
+        "model.language_model.layers.59.mlp.shared_expert.down_proj.weight": ("BF16", (4096, 1024)),
+        "model.language_model.layers.59.mlp.shared_expert_gate.weight": ("BF16", (1, 4096)),
+        "model.language_model.layers.0.linear_attn.in_proj_qkv.weight": ("BF16", (12288, 4096)),
+        "model.language_model.layers.3.self_attn.q_proj.weight": ("BF16", (16384, 4096)),
+        "mtp.layers.0.mlp.experts.0.gate_proj.weight_scale": ("U8", (1024, 128)),
+    },
     "nvfp4": {
         "layers.0.ffn.experts.0.w1.weight": ("U8", (2304, 2560)),
         "layers.0.ffn.experts.0.w1.weight_scale": ("F8_E4M3", (2304, 320)),
@@ -140,6 +170,8 @@ ABSENT = {
     "v4.1-flash": ("hc_head_fn", "layers.3.attn.compressor.wkv.weight", "layers.20.attn.compressor.wgate.weight"),
     "v3": ("model.layers.2.mlp.shared_experts.up_proj.weight", "model.layers.62.enorm.weight"),
     "bf16": ("layers.0.ffn.experts.0.w1.scale",),
+    "kimi-k2-quark": ("model.layers.61.enorm.weight", "model.layers.0.mlp.gate.weight"),
+    "qwen3.5-quark": ("model.language_model.layers.3.linear_attn.A_log", "model.visual.pos_embed.weight"),
 }
 
 
@@ -222,7 +254,7 @@ def test_the_demonstration_keeps_the_experts_and_is_under_a_gigabyte(kind: str) 
     inventory = real(kind)
     shared = [entry for name, entry in small.items() if ".experts." in name or ".shared_experts." in name]
     assert sum(map(size, small.values())) < 1_000_000_000
-    offset = 59 if kind == "v3" else 0  # the drafter's number
+    offset = {"v3": 59, "glm-4.5-quark": 90}.get(kind, 0)  # the drafter's number
     for entry in shared:
         name = re.sub(r"layers\.2\.", f"layers.{2 + offset}.", entry.name)
         name = re.sub(r"model\.layers\.1\.", "model.layers.3.", name)
@@ -278,6 +310,28 @@ def test_quark_config_names_every_fp8_module_exactly_and_mtp_layers_twice(tmp_pa
     twins = {name.replace("mtp.0.", f"layers.{config['num_hidden_layers']}.") for name in stored if name.startswith("mtp.0.")}
     assert set(named) == stored | twins
     assert {spec["weight"]["dtype"] for spec in named.values()} == {"fp8_e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "excluded"),
+    [
+        ("kimi-k2-quark", ["lm_head", "model.layers.0.mlp.gate_proj", "model.layers.2.mlp.shared_experts.up_proj"]),
+        ("glm-4.5-quark", ["model.layers.3.mlp.experts.2.down_proj", "model.layers.1.self_attn.q_proj"]),
+        (
+            "qwen3.5-quark",
+            ["model.language_model.layers.1.mlp.shared_expert_gate", "mtp.layers.0.mlp.shared_expert.up_proj"],
+        ),
+    ],
+)
+def test_quark_of_other_families_lists_what_is_stored_unquantised(tmp_path: Path, kind: str, excluded: list[str]) -> None:
+    """But for embeddings: it lists linear layers."""
+    folder = tiny(tmp_path, kind)
+    quark = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert set(excluded) <= set(quark["exclude"])
+    for name, value in tensors(folder).items():
+        if value.ndim == 2 and "embed_tokens" not in name:
+            quantised = value.dtype == torch.uint8
+            assert quantised == (name.rpartition(".")[0] not in quark["exclude"]), name
 
 
 def test_nvfp4_gate_and_up_have_one_global_scale(tmp_path: Path) -> None:

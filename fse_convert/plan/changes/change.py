@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal
 
+from fse_convert.errors import Problem
 from fse_convert.plan.tensors import TensorSpec
 
 
@@ -42,6 +43,10 @@ class FormatChange:
     tensors: Mapping[str, tuple[TensorSpec, ...]] = field(default_factory=dict)
     config: tuple[ConfigChange, ...] = ()
     originals: frozenset[str] = frozenset()
+
+
+Result = FormatChange | Problem
+"""What comes of asking for a change: the change, or why this checkpoint cannot have it."""
 
 
 def changed_config(config: Mapping[str, Any], changes: Iterable[ConfigChange]) -> dict[str, Any]:

@@ -44,13 +44,13 @@ class Candidates:
     @cached_property
     def heals(self) -> Changes:
         """Every defect of config or headers that the headers prove, with its mend."""
-        return heals(self.source)
+        return heals(self.source.subject)
 
     @cached_property
     def recodings(self) -> dict[str, FormatChange | Problem]:
         """Every recoding, or why it does not apply, on the healed config."""
         healed = with_changes(self.source, tuple(replace(heal, tensors={}) for heal in self.heals))
-        return {name: recode(healed) for name, recode in RECODINGS.items()}
+        return {name: recode(healed.subject) for name, recode in RECODINGS.items()}
 
     def asked(self, options: Options) -> Changes:
         """Return the changes that were asked for by name. Raises NotConvertible for one that does not apply, or may not be made."""
