@@ -134,7 +134,8 @@ def _served(plan: Plan) -> Problem | None:
         )
         if chosen
     ]
-    return Problem("output-served", "; ".join(said) or "no server that is known fuses the output", hint="inspect OUT says more")
+    hints = dict.fromkeys(r.hint for a in answers if a.model.outcome is Outcome.UNSAFE for r in a.model.reasons if r.hint)
+    return Problem("output-served", "; ".join(said) or "no server that is known fuses the output", hint="; or ".join(hints))
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:
