@@ -1,60 +1,49 @@
-"""Small checkpoints on disk and what changes of format make of them: the source as the rules see it, and the output, in memory."""
+"""Small checkpoints on disk, headers and configs true and values a hole, and what servers make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.header import BITS
-from fse_convert.plan.changes.change import FormatChange, changed_config
-from fse_convert.plan.plan import Copied, TensorSpec
-from fse_convert.plan.source import open_source
+from fse_convert.plan.changes.change import FormatChange
+from fse_convert.plan.changes.heal import heals
+from fse_convert.plan.changes.routed_fp8 import routed_fp8
+from fse_convert.plan.changes.shared_mxfp4 import shared_mxfp4
+from fse_convert.plan.source import Source, open_source
 from fse_convert.servers.judge import judge
-from fse_convert.servers.subject import Subject
 from fse_convert.testing.checkpoints import make_checkpoint
-from fse_convert.testing.memory import Tensors, subject_of
 
 SMALL: Mapping[str, Any] = {"hidden": 512, "width": 256, "layers": 3, "experts": 2, "vocab": 64, "sparse": True}
 AITER = tuple(f"vllm-0.{minor}-aiter" for minor in range(29, 34))
 """vLLM's releases on ROCm, oldest first."""
+SLOTS = tuple(f"sglang-0.5.{patch}-slots" for patch in range(20, 24))
+"""SGLang's releases with slots, oldest first."""
+RECODINGS = {"routed-fp8": routed_fp8, "shared-mxfp4": shared_mxfp4}
 
 
 def made(root: Path, kind: str, **knobs: Any) -> Path:
-    """Write a small checkpoint, headers and configs true and values a hole."""
+    """Write a small checkpoint."""
     extra = {"engram_rows": 64} if kind == "v4.1-flash" else {}
     return make_checkpoint(root, kind, **{**SMALL, **extra, **knobs})
 
 
-def opened(root: Path) -> Subject:
-    """Return what the rules see of a folder."""
-    return open_source(LocalFolder(root)).subject
+def opened(root: Path) -> Source:
+    """Open a folder."""
+    return open_source(LocalFolder(root))
 
 
-def after(source: Subject, *changes: FormatChange) -> Subject:
-    """Return what the rules see of the output of changes made one after the other, each from the source's tensors."""
-    config = changed_config(source.config, (edit for change in changes for edit in change.config))
-    tensors: Tensors = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
-    for change in changes:
-        for name, specs in change.tensors.items():
-            del tensors[name]  # a KeyError: two changes of one tensor, or of none
-            for spec in specs:
-                check(spec)
-                assert spec.name not in tensors or spec.name in change.tensors
-                tensors[spec.name] = spec.dtype, spec.shape
-    return subject_of(config, tensors, source.quant_config)
+def changes_of(source: Source, names: Iterable[str]) -> tuple[FormatChange, ...]:
+    """Return the recoding that is named, which must fit, or else every mend that the checkpoint needs."""
+    found = tuple(RECODINGS[name](source.subject) for name in names if name in RECODINGS)
+    made = tuple(change for change in found if isinstance(change, FormatChange))
+    assert made == found
+    return made or heals(source.subject)
 
 
-def check(spec: TensorSpec) -> None:
-    """Hold a relabelled tensor to its bytes: the same shape, and a dtype as wide."""
-    if isinstance(spec.change, Copied):
-        assert (spec.shape, BITS[spec.dtype]) == (spec.change.source.shape, BITS[spec.change.source.dtype])
-        assert (spec.name, spec.dtype) != (spec.change.source.name, spec.change.source.dtype)
-
-
-def letters(subject: Subject, targets: tuple[str, ...] = AITER) -> dict[str, str]:
-    """Return a letter per layer and target: (f)used, (u)nfused, (e)rror, (r)efused, unsafe (x), unknown (?)."""
+def letters(source: Source, targets: tuple[str, ...] = AITER) -> tuple[str, ...]:
+    """Return a letter per layer for each target: (f)used, (u)nfused, (e)rror, (r)efused, unsafe (x), unknown (?)."""
     short = {"unsafe": "x", "unknown": "?"}
-    found = {answer.name: answer.layers for answer in judge(subject) if answer.name in targets}
-    return {name: "".join(short.get(v.outcome.value, v.outcome.value[0]) for v in found[name]) for name in targets}
+    layers = {answer.name: answer.layers for answer in judge(source.subject)}
+    return tuple("".join(short.get(v.outcome.value, v.outcome.value[0]) for v in layers[name]) for name in targets)
