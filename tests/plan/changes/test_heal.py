@@ -131,6 +131,29 @@ def test_one_scheme_is_spelled_as_the_global_one(small: Make) -> None:
     assert quark["layer_quant_config"] == {"*shared_experts*": quark["global_quant_config"]}
 
 
+@pytest.mark.parametrize(
+    ("part", "keys", "mended"),
+    [
+        ("weight", {"observer_cls": "other", "round_method": "floor", "scale_calculation_mode": "floor"}, True),
+        ("weight", {"block_size": None}, True),
+        ("weight", {"scale_format": "e4m3"}, False),
+        ("weight", {"ch_axis": 1}, False),
+        ("input_tensors", {"observer_cls": "other"}, True),
+        ("input_tensors", {"scale_calculation_mode": "floor"}, False),
+        ("input_tensors", {"is_dynamic": False}, False),
+    ],
+)
+def test_history_of_a_scheme_is_what_no_value_depends_on(part: str, keys: dict[str, Any], mended: bool, small: Make) -> None:
+    """How inputs are rounded is no history: that happens while serving."""
+
+    def change(quark: dict[str, Any]) -> None:
+        mx = quark["global_quant_config"]
+        quark["layer_quant_config"]["*shared_experts*"] = {**mx, part: {**mx[part], **keys}, "target_device": "cpu"}
+
+    source = small("kimi-k2-quark", quantization(change), **SHARED_MXFP4)
+    assert names(source) == (["heal-quark-scheme"] if mended else [])
+
+
 def test_a_pattern_for_routed_experts_is_widened_in_its_place(small: Make) -> None:
     damage = experts_by_pattern("*.mlp.experts.*", "*.mlp.shared_experts.*")
     source = small("kimi-k2-quark", damage, **SHARED_MXFP4)
