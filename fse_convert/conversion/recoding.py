@@ -78,7 +78,7 @@ def _mxfp4(change: Recoded, reader: SourceReader, first: int, count: int) -> Ten
     (n, k), block = (count, change.shape[1]), _block(change)
     stored = reader.rows(scales[0], first // block[0], ceil_div(n, block[0]), None, 1)
     if scales[0].dtype in FLOATS:
-        stored = stored.view(FLOATS[scales[0].dtype]).float()
+        stored = stored.view(FLOATS[scales[0].dtype])
     return from_fp8(rows, ue8m0.expand(stored, n, k, *block))[change.is_scale]
 
 

@@ -4,9 +4,9 @@ Names carry shapes: ``n`` rows, ``k`` columns, ``p`` bytes of two MXFP4 codes, `
 the output, the last ones may be partial. A code under group exponent e becomes E4M3 under tile exponent t; the byte
 depends on the code and on ``s = e - t`` alone, so that one table is the whole encoder.
 
-The tile's exponent: ``E - 6``, E the greatest e of a group that is not all zero (DeepSeek's rule, inference/convert.py of
-DeepSeek-V4; SGLang 0.5.23 layers/quantization/fp8.py:216-258); where that is not exact, the least t under which nothing
-overflows: it is exact if any is. Zero groups do not count, unless the whole tile is zero.
+The tile's exponent: ``E - 6``, E the greatest e of a group that is not all zero, as in SGLang 0.5.23
+(layers/quantization/fp8.py:216-258, where zero groups count); where that is not exact, the least t under which nothing
+overflows: it is exact if any is. A tile of zeros takes the greatest e of all its groups.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ def to_mxfp4(codes_nk: Tensor, t: Tensor, sf_ng: Tensor, block: tuple[int, int])
     Raises Unencodable for a code that no MXFP4 code becomes under these scales: something is damaged.
     """
     n, k = codes_nk.shape
-    check_groups(k)
     index = codes_nk.view(torch.int16).view(-1, GROUP // 2).to(torch.int32) & 0xFFFF
     index += _shifts(sf_ng, t, block).view(-1, 1) << 16
     pairs = _decoder().index_select(0, index.view(-1)).view(n, k // 2)

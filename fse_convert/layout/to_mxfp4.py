@@ -48,8 +48,8 @@ def from_floats(x_nk: Tensor) -> tuple[Tensor, Tensor]:
 def from_fp8(codes_nk: Tensor, scale_ng: Tensor) -> tuple[Tensor, Tensor]:
     """Return MXFP4 codes and scales of E4M3 codes ``uint8 [n, k]`` with a scale for each 32 columns, ``[n, k / 32]``.
 
-    ``scale_ng``: E8M0 bytes, or float32. Raises Unencodable for a NaN code, for a scale that is not a positive number, and for
-    a group whose MXFP4 scale would not be in 2**-127 to 2**127; ValueError unless ``k % 32 == 0``.
+    ``scale_ng``: E8M0 bytes, float32 or bfloat16. Raises Unencodable for a NaN code, for a scale that is not a positive number,
+    and for a group whose MXFP4 scale would not be in 2**-127 to 2**127; ValueError unless ``k % 32 == 0``.
     """
     check_groups(codes_nk.shape[1])
     if scale_ng.dtype == torch.uint8:

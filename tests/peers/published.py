@@ -392,6 +392,20 @@ def sglang() -> SimpleNamespace:
     return SimpleNamespace(**vars(_run(folder / "moe/mega_moe.py", given)), fp8_utils=fp8_utils)
 
 
+def sglang_fp8(path: Path) -> SimpleNamespace:
+    """The names of SGLang's ``fp8.py``, as it is on a machine without accelerators: its loader makes FP8 of MXFP4 experts."""
+    asked = (*_NOT_HERE, "get_bool_env_var", "mxfp8_block_convert_required")
+    unset = SimpleNamespace(SGLANG_USE_AITER=SimpleNamespace(get=lambda: False))
+    return _run(
+        path,
+        {
+            "sglang.srt.utils": {name: lambda *_: False for name in asked},
+            "sglang.srt.environ": {"envs": unset},
+            "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": lambda: False},
+        },
+    )
+
+
 def sglang_shared_weights(mlp: SharedMlp, *, requantized: str = "") -> KernelWeights:
     """SGLang's kernel weights from the FP32 block scales that its loader makes of UE8M0 ones.
 
