@@ -26,21 +26,12 @@ ARROWS: dict[str, set[str]] = {
     "conversion": {"layout", "checkpoint", "output", "model", "sidecar", "plan", "verification"},
     "doctor": {"output", "servers", "verification"},
     "report": {
-        "output",
-        "sidecar",
-        "model",
-        "servers",
-        "plan",
-        "doctor",
-        "inspection",
-        "verification",
-        "restoration",
-        "conversion",
+        "output", "sidecar", "model", "servers", "plan", "inspection", "verification", "restoration", "conversion", "doctor",
     },
     "cli": {"output", "servers", "plan", "inspection", "verification", "restoration", "conversion", "doctor", "report"},
     "testing": {"checkpoint", "sidecar", "model", "servers", "plan"},
     "api": {"output", "servers", "plan", "inspection", "verification", "restoration", "conversion"},
-}
+}  # fmt: skip
 """What each room may import besides the ground: type-only and late imports count."""
 EXCEPTIONS = {("verification.kernel", "layout"): "the kernel level compares DeepGEMM's own transformation with the writer's layout"}
 ENTRANCES = {"__init__", "__main__"}

@@ -14,7 +14,7 @@ from fse_convert.cli.options import FOLDER, json_option
 @click.argument("path", type=FOLDER, default=Path())
 @json_option
 def doctor(path: Path, *, as_json: bool) -> None:
-    """Show what this machine has, and what that means.
+    """Show what this machine has to work with.
 
     Looks for Python, torch, the GPU, DeepGEMM, vLLM, SGLang and AITER, the plugins for both servers, and for space and
     reflinks in PATH, where an output would lie (by default the current folder). No server is imported.
