@@ -22,8 +22,22 @@ FOLDER = click.Path(path_type=Path, readable=False)
 
 
 def json_option(command: Command) -> Command:
-    """Add ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also on failure.")(command)
+    """Add ``--json`` and ``--json-schema``."""
+    schema = click.option(
+        "--json-schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+        help="Print the JSON Schema of that object, and exit.",
+    )  # fmt: skip
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also on failure.")(
+        schema(command)
+    )
+
+
+def _print_schema(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        from fse_convert.report.schemas import schema
+
+        click.echo(schema(str(ctx.command.name)))
+        ctx.exit()
 
 
 def link_option(to: str) -> Callable[[Command], Command]:
