@@ -28,7 +28,10 @@ ARROWS: dict[str, set[str]] = {
     "report": {
         "output", "sidecar", "model", "servers", "plan", "inspection", "verification", "restoration", "conversion", "doctor",
     },
-    "cli": {"output", "servers", "plan", "inspection", "verification", "restoration", "conversion", "doctor", "report"},
+    "cli": {
+        "checkpoint", "output", "sidecar", "servers", "plan", "inspection", "verification", "restoration", "conversion", "doctor",
+        "report",
+    },
     "testing": {"checkpoint", "sidecar", "model", "servers", "plan"},
     "api": {"output", "servers", "plan", "inspection", "verification", "restoration", "conversion"},
 }  # fmt: skip

@@ -76,6 +76,16 @@ def part_option(_ctx: click.Context, _param: click.Parameter, value: str | None)
     raise click.BadParameter(f"{value!r} is not I/N with 1 <= I <= N <= {MOST_PARTS}, such as 2/8")
 
 
+def hub_name(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str:
+    """Return a model's name on the Hub without ``hf://``, empty where none was given. Raises BadParameter."""
+    from fse_convert.checkpoint.hub import REPOSITORY, SCHEME
+
+    name = (value or "").removeprefix(SCHEME)
+    if name and not REPOSITORY.fullmatch(name):
+        raise click.BadParameter(f"{value!r} names no model of the Hub: ORG/NAME, or ORG/NAME@REVISION")
+    return name
+
+
 def complete_target(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
     """Offer names of targets to the shell: to ``inspect`` all, else those that there is a conversion for."""
     from fse_convert.servers.judge import ALL_TARGETS

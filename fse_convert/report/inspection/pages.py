@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fse_convert import __version__
 from fse_convert.errors import Problem, UsageError
 from fse_convert.report.inspection.view import LOOKS, Complaint, View, told
-
-if TYPE_CHECKING:
-    from jinja2 import Template
+from fse_convert.report.templates import template
 
 
 def markdown(view: View) -> str:
     """Return an inspection as Markdown; what would break a table or start a tag is escaped."""
-    return _template("markdown.md.j2").render(view=view)
+    return template("inspection/markdown.md.j2").render(view=view)
 
 
 def workflow_commands(view: View) -> list[str]:
@@ -38,28 +34,7 @@ def _argument(text: str) -> str:
 
 def html(view: View) -> str:
     """Return an inspection as a whole HTML page: no script, no font, no picture from elsewhere."""
-    return _template("page.html.j2").render(view=view, outcomes=LOOKS, version=__version__)
-
-
-@cache
-def _template(name: str) -> Template:
-    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-
-    environment = Environment(
-        loader=PackageLoader("fse_convert.report", "inspection"),
-        autoescape=select_autoescape(["html.j2"]),
-        undefined=StrictUndefined,
-        finalize=None if name.endswith("html.j2") else _escaped,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["told"] = told
-    return environment.get_template(name)
-
-
-def _escaped(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return template("inspection/page.html.j2").render(view=view, outcomes=LOOKS, version=__version__)
 
 
 def check_page(path: Path, checkpoint: str) -> None:
