@@ -35,10 +35,12 @@ test: $(VENV)/dev ## all tests, the published peers included (downloads their wh
 fast: $(VENV)/dev ## tests of this package alone, in about two minutes
 	$(PYTEST) -n auto -m 'not slow and not peers'
 
-lint: $(VENV)/dev ## ruff and mypy --strict
+lint: $(VENV)/dev ## ruff and mypy --strict; linters of the Dockerfile and of the GitHub Action
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/zizmor --offline --quiet action.yml examples/publish-gate.yml
 
 format: $(VENV)/dev ## format the code
 	$(BIN)/ruff check --fix .

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 MOST_PARTS = 10_000
+FORMS = ("json", "markdown", "github", "junit")
+"""Forms of an answer for programs; a failure has the same form."""
 FOLDER = click.Path(path_type=Path, readable=False)
 """A folder that may not be there yet; what is wrong with one is said by whoever opens it."""
 

@@ -1,4 +1,4 @@
-"""The templates of reports: Markdown, in which what would break a table or start a tag is escaped, and HTML."""
+"""The templates of reports: Markdown, in which what would break a table or start a tag is escaped, and HTML and XML."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def template(name: str) -> Template:
 
     environment = Environment(
         loader=PackageLoader("fse_convert", "report"),
-        autoescape=select_autoescape(["html.j2"]),
+        autoescape=select_autoescape(["html.j2", "xml.j2"]),
         undefined=StrictUndefined,
-        finalize=None if name.endswith("html.j2") else _escaped,
+        finalize=_escaped if name.endswith("md.j2") else None,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

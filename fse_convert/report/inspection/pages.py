@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from fse_convert import __version__
 from fse_convert.errors import Problem, UsageError
-from fse_convert.report.inspection.view import LOOKS, Complaint, View, told
+from fse_convert.report.inspection.view import LOOKS, Complaint, Row, View, told
 from fse_convert.report.templates import template
+
+NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 cannot hold, escaped or not; names of files can."""
 
 
 def markdown(view: View) -> str:
@@ -18,10 +23,11 @@ def markdown(view: View) -> str:
 
 def workflow_commands(view: View) -> list[str]:
     """Return the annotations that GitHub Actions shows beside a run: what is complained of, each with its hint."""
-    return [_command(c) for c in view.complaints]
+    return [annotation(c) for c in view.complaints]
 
 
-def _command(c: Complaint) -> str:
+def annotation(c: Complaint) -> str:
+    """Return what makes GitHub Actions show a complaint beside a run."""
     title, message = (c.said, f"{c.problem.code}: {told(c.problem)}") if c.said else (c.problem.code, told(c.problem))
     title = _argument(title).replace(":", "%3A").replace(",", "%2C")
     return f"::{'error' if c.error else 'warning'} title={title}::{_argument(message)}"
@@ -30,6 +36,12 @@ def _command(c: Complaint) -> str:
 def _argument(text: str) -> str:
     """Escape what GitHub would read as the syntax of a command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def junit(label: str, problems: Sequence[Problem], required: Sequence[Row] = ()) -> str:
+    """Return a JUnit report: a case for the checkpoint ``label``, an error if it has problems, and one for each required target."""
+    text = template("inspection/junit.xml.j2").render(label=label, problems=problems, rows=required)
+    return NOT_XML.sub("?", text).rstrip("\n")
 
 
 def html(view: View) -> str:
