@@ -26,14 +26,15 @@ ARROWS: dict[str, set[str]] = {
     "conversion": {"layout", "checkpoint", "output", "model", "sidecar", "plan", "verification"},
     "doctor": {"output", "servers", "verification"},
     "report": {
-        "output", "sidecar", "model", "servers", "plan", "inspection", "verification", "restoration", "conversion", "doctor",
+        "checkpoint", "output", "sidecar", "model", "servers", "plan", "inspection", "verification", "restoration", "conversion",
+        "doctor",
     },
     "cli": {
         "checkpoint", "output", "sidecar", "servers", "plan", "inspection", "verification", "restoration", "conversion", "doctor",
         "report",
     },
     "testing": {"checkpoint", "sidecar", "model", "servers", "plan"},
-    "api": {"output", "servers", "plan", "inspection", "verification", "restoration", "conversion"},
+    "api": {"checkpoint", "output", "servers", "plan", "inspection", "verification", "restoration", "conversion"},
 }  # fmt: skip
 """What each room may import besides the ground: type-only and late imports count."""
 EXCEPTIONS = {("verification.kernel", "layout"): "the kernel level compares DeepGEMM's own transformation with the writer's layout"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import FORMS, complete_target, json_option
+from fse_convert.cli.options import CHECKPOINT, FORMS, complete_target, json_option
 from fse_convert.errors import ExitCode, environment
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("checkpoint", type=click.Path(readable=False))
+@click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--target", multiple=True, metavar="NAME", shell_complete=complete_target, help="Judge this target only; repeatable.")
 @click.option(
     "--require", multiple=True, metavar="NAME", shell_complete=complete_target,

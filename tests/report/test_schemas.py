@@ -26,7 +26,7 @@ def check(run: Run, *args: object, code: int = 0, failure: bool = False) -> dict
     Draft202012Validator(either).validate(found)
     validator = Draft202012Validator({**either, "anyOf": [either["anyOf"][failure]]})
     validator.validate(found)
-    optional = {"schema_version", "ok", "exit_code", "needs", "files", "bytes", "proof", "edited", "headers_identical"}
+    optional = {"schema_version", "ok", "exit_code", "needs", "files", "bytes", "proof", "edited", "headers_identical", "source"}
     for key in found.keys() - optional:
         assert not validator.is_valid({k: v for k, v in found.items() if k != key}), key
         assert not validator.is_valid({**found, key: {"nothing": "like this"}}), key
