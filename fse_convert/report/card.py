@@ -12,7 +12,7 @@ from fse_convert.plan.plan import Experts
 from fse_convert.report.console import counted
 from fse_convert.report.templates import template
 from fse_convert.servers.commands import serve_command
-from fse_convert.servers.targets import find_target
+from fse_convert.servers.judge import ALL_TARGETS
 from fse_convert.sidecar.manifest import FUSED, Manifest
 
 
@@ -32,7 +32,7 @@ class Published:
 def card(published: Published) -> str:
     """Return the section as Markdown."""
     manifest, name = published.manifest, published.repo.rpartition("/")[2] or published.folder.resolve().name
-    target, place = find_target(manifest.arguments.target), shlex.quote(name)
+    target, place = next((t for t in ALL_TARGETS if t.name == manifest.arguments.target), None), shlex.quote(name)
     model, _, revision = published.base.partition("@")
     return template("card.md.j2").render(
         manifest=manifest,
@@ -44,21 +44,25 @@ def card(published: Published) -> str:
         changes=list(_changes(manifest)),
         proof={level: _level(getattr(manifest.proof, level)) for level in ("storage", "numerics", "kernel")},
         target=target,
-        command=serve_command(target, place) if target else "",
+        title=f"{target.engine} {target.release}" if target else "",
+        command=serve_command(target, place, kernel_layout=manifest.contract is not None) if target else "",
         alone=_alone(manifest),
     )
 
 
 def _changes(manifest: Manifest) -> Iterator[str]:
-    width, fused = manifest.model.width, sum(layer.verdict == FUSED for layer in manifest.layers)
+    width = manifest.model.width
+    for change in manifest.changes or ():
+        yield f"Format change `{change.name}`, {'lossless' if change.lossless else 'which loses precision'}."
     if width.main != width.source:
         padded = counted(len(manifest.padded), "tensor")
         yield f"Experts are {width.main} wide instead of {width.source}: {padded} padded, by channels that compute 0."
     for edit in manifest.config_edits:
         yield f"`config.json`: `{edit.section + '.' if edit.section else ''}{edit.key}` {edit.old} -> {edit.new}."
-    layers = f"{fused} of {counted(len(manifest.layers), 'MoE layer')}"
-    wider = f", {width.kernel} wide" if manifest.arguments.experts == Experts.SHARED.value else ""
-    yield f"`fse/` is new: the shared experts of {layers} in the kernel's layout{wider}."
+    if manifest.contract:
+        layers = f"{len(manifest.kernel_prefixes)} of {counted(len(manifest.layers), 'MoE layer')}"
+        wider = f", {width.kernel} wide" if manifest.arguments.experts == Experts.SHARED.value else ""
+        yield f"`fse/` is new: the shared experts of {layers} in the kernel's layout{wider}."
     yield "All other tensors are those of the base model, byte for byte."
 
 

@@ -6,11 +6,15 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fse_convert.testing.patch import edit_manifest
+
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
+ALONE = "Without fse-convert, any server that takes its format loads the standard layout (all files but `fse/`)."
 BASE = "deepseek-ai/DeepSeek-V4.1-Flash"
 
 
@@ -36,7 +40,7 @@ def test_the_section_of_a_padded_checkpoint(converted: Make, run: Run) -> None:
         "$ vllm serve V4.1-fse --load-format fse --moe-backend deep_gemm_mega_moe --enable-expert-parallel",
     ):
         assert line in section.splitlines()
-    assert section.endswith("loads the standard layout (all files but `fse/`). vLLM 0.30 fuses 3 of 3 MoE layers of it.\n")
+    assert section.endswith(f"\n{ALONE} vLLM 0.30 fuses 3 of 3 MoE layers of it.\n")
 
 
 def test_its_commands_work_beside_the_output(
@@ -62,7 +66,7 @@ def test_shared_experts_alone(converted: Make, run: Run) -> None:
 
 def test_a_contract_has_no_server_to_start(converted: Make, run: Run) -> None:
     section = run("card", converted("megamoe-128"))[1]
-    assert section.endswith("### Serve\n\nWithout fse-convert, any server loads the standard layout (all files but `fse/`).\n")
+    assert section.endswith(f"### Serve\n\n{ALONE}\n")
     assert "Base model" not in section
     assert "hf download" not in section
 
@@ -70,6 +74,22 @@ def test_a_contract_has_no_server_to_start(converted: Make, run: Run) -> None:
 def test_a_proof_that_was_not_asked_for(converted: Make, run: Run) -> None:
     section = run("card", converted("vllm-0.30", "v4.1-flash", "--verify", "none"))[1]
     assert re.findall(r"^\| (\w+) \| not run: not asked for \|$", section, re.MULTILINE) == ["storage", "numerics", "kernel"]
+
+
+def test_formats_that_changed_for_a_server_without_a_kernel_layout(output: Make, run: Run) -> None:
+    def change(value: dict[str, Any]) -> None:
+        arguments = {**value["arguments"], "target": "vllm-0.33-aiter"}
+        changes = [{"name": "routed-fp8", "lossless": True}, {"name": "shared-mxfp4", "lossless": False}]
+        value.update(format_version=2, contract=None, layout=None, changes=changes, arguments=arguments, server=None)
+
+    out = output("megamoe-128")
+    edit_manifest(out, change)
+    code, section, err = run("card", out)
+    assert (code, err) == (0, "")
+    assert "rewrote it offline for `vllm-0.33-aiter`." in section
+    assert "- Format change `routed-fp8`, lossless.\n- Format change `shared-mxfp4`, which loses precision." in section
+    assert "kernel's layout" not in section
+    assert "\n$ VLLM_ROCM_USE_AITER=1 " in section
 
 
 @pytest.mark.parametrize("option", ["--base", "--repo"])

@@ -1,19 +1,41 @@
-"""The command that starts a server has the flags of the server's row, and only those."""
+"""The command that starts a server has the flags and variables of the server's row, and only those."""
 
 from __future__ import annotations
+
+import shlex
 
 import pytest
 
 from fse_convert.servers.commands import serve_command
-from fse_convert.servers.targets import TARGETS, find_target
+from fse_convert.servers.judge import ALL_TARGETS, AnyTarget
+from fse_convert.servers.naming import find_named
 
-VLLM = "vllm serve out --load-format fse --moe-backend deep_gemm_mega_moe --enable-expert-parallel"
-SGLANG = "python -m sglang.launch_server --model-path out --moe-a2a-backend megamoe"
-COMMANDS = {"vLLM": VLLM, "SGLang": SGLANG}
+AITER = "VLLM_ROCM_USE_AITER=1 VLLM_ROCM_USE_AITER_MOE=1 VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=1 vllm serve out"
+COMMANDS = {
+    "megamoe-512": "",
+    "tensorrt-llm": "",
+    "atom": "",
+    "vllm-0.30": "vllm serve out --load-format fse --moe-backend deep_gemm_mega_moe --enable-expert-parallel",
+    "sglang-0.5.21": "python -m sglang.launch_server --model-path out --moe-a2a-backend megamoe",
+    "sglang-0.5.23-slots": "python -m sglang.launch_server --model-path out --enforce-shared-experts-fusion",
+    "vllm-0.33-aiter": AITER,
+    "vllm-0.33-aiter-fhmoe": f"{AITER} --moe-backend aiter",
+    "vllm-0.33-aiter-mega": f'{AITER} --moe-backend aiter_mega_moe --quantization-config.targets \'{{"*shared_experts*": "mxfp4"}}\'',
+}
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
-def test_every_target(target: object) -> None:
-    row = find_target(getattr(target, "name", ""))
-    assert row
-    assert serve_command(row, "out") == COMMANDS.get(row.engine, "")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands(name: str) -> None:
+    assert serve_command(find_named(name, ALL_TARGETS), "out") == COMMANDS[name]
+
+
+def test_without_a_kernel_layout_vllm_loads_as_ever() -> None:
+    command = serve_command(find_named("vllm-0.30", ALL_TARGETS), "out", kernel_layout=False)
+    assert command == "vllm serve out --moe-backend deep_gemm_mega_moe --enable-expert-parallel"
+
+
+@pytest.mark.parametrize("target", ALL_TARGETS, ids=lambda t: t.name)
+def test_every_command_can_be_pasted(target: AnyTarget) -> None:
+    words = shlex.split(serve_command(target, "out"))
+    assert all(word.isascii() and "..." not in word for word in words)
+    assert ("out" in words) == (target.engine in ("vLLM", "vLLM ROCm", "SGLang"))
