@@ -17,7 +17,7 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.hub import HubFolder, fetch, source_name
 from fse_convert.checkpoint.reader import read_checkpoint
 from fse_convert.errors import EnvironmentFailure, ExitCode, InvalidCheckpoint, UsageError
-from tests.hub_server import COMMIT, Hub, serve
+from tests.hub_server import COMMIT, Hub, serve, stand_in
 
 pytest.importorskip("huggingface_hub")
 Run = Callable[..., tuple[int, str, str]]
@@ -167,11 +167,7 @@ def test_the_command_line_says_what_is_wrong_without_a_traceback(hub: Hub) -> No
 @pytest.fixture
 def cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the Hub, and the Hub itself, for this process."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    stand_in(hub, tmp_path / "cache", monkeypatch)
     return tmp_path / "cache"
 
 

@@ -11,6 +11,7 @@ from fse_convert.servers.judge import ALL_TARGETS, AnyTarget
 from fse_convert.servers.naming import find_named
 
 AITER = "VLLM_ROCM_USE_AITER=1 VLLM_ROCM_USE_AITER_MOE=1 VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=1 vllm serve out"
+LABELS = """--quantization-config.targets '{"*shared_experts*": "mxfp4"}'"""
 COMMANDS = {
     "megamoe-512": "",
     "tensorrt-llm": "",
@@ -20,7 +21,7 @@ COMMANDS = {
     "sglang-0.5.23-slots": "python -m sglang.launch_server --model-path out --enforce-shared-experts-fusion",
     "vllm-0.33-aiter": AITER,
     "vllm-0.33-aiter-fhmoe": f"{AITER} --moe-backend aiter",
-    "vllm-0.33-aiter-mega": f'{AITER} --moe-backend aiter_mega_moe --quantization-config.targets \'{{"*shared_experts*": "mxfp4"}}\'',
+    "vllm-0.33-aiter-mega": f"{AITER} --moe-backend aiter_mega_moe {LABELS}",
 }
 
 
