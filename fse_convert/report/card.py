@@ -45,7 +45,7 @@ def card(published: Published) -> str:
         proof={level: _level(getattr(manifest.proof, level)) for level in ("storage", "numerics", "kernel")},
         target=target,
         title=f"{target.engine} {target.release}" if target else "",
-        command=serve_command(target, place, kernel_layout=manifest.contract is not None) if target else "",
+        command=serve_command(target, place, manifest.model.model_type, fse=manifest.contract is not None) if target else "",
         alone=_alone(manifest),
     )
 

@@ -39,5 +39,5 @@ def test_every_command_works(
 def test_the_command_that_serves_is_the_card_s(run: Callable[..., tuple[int, str, str]], converted: Callable[..., Path]) -> None:
     card = run("card", converted("vllm-0.30"), "--repo", "me/DeepSeek-V4.1-Flash-fse")[1]
     serving = next(command for command in COMMANDS if command.startswith("vllm serve"))
-    assert f"$ {serving.removesuffix(' --tensor-parallel-size 8')}\n" in card
+    assert f"$ {serving}\n" in card
     assert f"$ {next(c for c in COMMANDS if c.startswith('hf download'))}\n" in card

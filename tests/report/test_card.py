@@ -15,6 +15,7 @@ from fse_convert.testing.patch import edit_manifest
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 ALONE = "Without fse-convert, any server that takes its format loads the standard layout (all files but `fse/`)."
+FLAGS = "--moe-backend deep_gemm_mega_moe --enable-expert-parallel"
 BASE = "deepseek-ai/DeepSeek-V4.1-Flash"
 
 
@@ -37,7 +38,7 @@ def test_the_section_of_a_padded_checkpoint(converted: Make, run: Run) -> None:
         "| kernel | not run: not asked for |",
         f"$ fse-convert verify V4.1-fse --source hf://{BASE}@v1",
         "$ hf download me/V4.1-fse --local-dir V4.1-fse",
-        "$ vllm serve V4.1-fse --load-format fse --moe-backend deep_gemm_mega_moe --enable-expert-parallel",
+        f"$ vllm serve V4.1-fse --tensor-parallel-size 8 --load-format fse {FLAGS}",
     ):
         assert line in section.splitlines()
     assert section.endswith(f"\n{ALONE} vLLM 0.30 fuses 3 of 3 MoE layers of it.\n")
