@@ -169,3 +169,9 @@ def test_the_version_in_one_line_and_in_full(run: Run, installed: dict[str, str]
     lines = out.splitlines()
     assert lines[0] == f"fse-convert {fse_convert.__version__}"
     assert {"vLLM 0.33.0", "SGLang is not installed"} <= set(lines)
+
+
+def test_verbose_alone_is_the_default_commands(run: Run, made: Callable[..., Path], tmp_path: Path) -> None:
+    code, out, err = run("-v", made(), tmp_path / "out", "--dry-run")
+    assert code == 0, err
+    assert out.startswith("plan: ")

@@ -212,6 +212,14 @@ def test_a_source_that_is_not_there(command: str, address: str, code: str, cache
     assert f"error[{code}]" in err
 
 
+def test_a_gate_is_told_what_the_hub_says(hub: Hub, cache: Path, run: Run) -> None:
+    hub.gated = True
+    code, out, _ = run("inspect", f"hf://{REPO}", "--format", "github")
+    assert code == ExitCode.ENVIRONMENT
+    assert out.startswith(f"::error title=hub-gated::hf://{REPO}: access to this model must be asked for -> accept the licence")
+    assert "\n## fse-convert failed\n" in out
+
+
 def test_a_full_disk_is_not_taken_for_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
