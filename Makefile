@@ -35,10 +35,12 @@ test: $(VENV)/dev ## all tests, the published peers included (downloads their wh
 fast: $(VENV)/dev ## tests of this package alone, in about two minutes
 	$(PYTEST) -n auto -m 'not slow and not peers'
 
-lint: $(VENV)/dev ## ruff and mypy --strict
+lint: $(VENV)/dev ## ruff and mypy --strict; linters of the Dockerfile and of the GitHub Action
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/zizmor --offline --quiet action.yml examples/publish-gate.yml
 
 format: $(VENV)/dev ## format the code
 	$(BIN)/ruff check --fix .
@@ -56,7 +58,7 @@ gpu-check: $(VENV)/dev ## what needs a CUDA device; says what it needs when ther
 powercut: $(VENV)/dev ## 200 power cuts of convert, --overwrite and restore on ext4, XFS and Btrfs; needs root
 	FSE_CUTS=200 $(PYTEST) -n auto -m filesystems tests/filesystems/test_power_cuts.py -rs
 
-docs: $(VENV)/dev ## docs/targets.md and docs/codes.md from the data, docs/inspect.svg from a real run
+docs: $(VENV)/dev ## docs/targets.md, docs/codes.md and docs/schema/ from the data, docs/inspect.svg from a real run
 	$(BIN)/python docs/make.py
 
 bench: $(VENV)/dev ## conversion and changes of format against cp, proof against cat, memory by workers, planning; needs about 40 GB in the temporary folder

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the pages that come from the program itself: docs/targets.md, docs/codes.md, and docs/inspect.svg from a real run.
+"""Makes what comes from the program: docs/targets.md, docs/codes.md, docs/schema/, and docs/inspect.svg from a real run.
 
 python docs/make.py [CHECKPOINT]     without one, a DeepSeek-V4.1-shaped checkpoint is made for the screen
 """
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from fse_convert.codes import Kind, all_codes
 from fse_convert.model.formats import StorageKind
+from fse_convert.report.schemas import RESPONSES, schema
 from fse_convert.servers.aiter.question import AITER_TARGETS
 from fse_convert.servers.judge import Question
 from fse_convert.servers.slots import SLOT_TARGETS
@@ -175,6 +176,8 @@ def _others() -> Iterator[str]:
 def main() -> None:
     """Write all."""
     (DOCS / "codes.md").write_text(codes_markdown(), encoding="utf-8")
+    for command in RESPONSES:
+        (DOCS / "schema" / f"{command}.json").write_text(schema(command) + "\n", encoding="utf-8")
     (DOCS / "targets.md").write_text(targets_markdown(), encoding="utf-8")
     with tempfile.TemporaryDirectory() as work:
         checkpoint = Path(sys.argv[1]) if len(sys.argv) > 1 else example(Path(work))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from fse_convert.checkpoint.hub import fetch
 from fse_convert.conversion.run import Conversion, ConversionResult, Request
 from fse_convert.errors import FseConvertError, Problem, environment
 from fse_convert.inspection import Inspection, open_folder
@@ -75,12 +76,14 @@ def convert(
 ) -> ConversionResult:
     """Convert a checkpoint; ``out`` exists afterwards, complete and proved up to ``level``, or not at all.
 
+    ``checkpoint``: a folder, or ``hf://org/name[@revision]``, which is downloaded into the Hub's own cache.
     ``options``: what to convert for; megamoe-512 by default. `Conversion` with a `Request` has everything the command line has:
     links, parts, Ray, the plan and the estimate before anything is written.
     Raises UsageError, InvalidCheckpoint, NotConvertible, VerificationFailure, EnvironmentFailure, Locked.
     """
     options = options or Options(target("megamoe-512"))
-    request = Request(source=Path(checkpoint), out=Path(out), options=options, overwrite=overwrite, verify=level, workers=workers)
+    source = fetch(os.fspath(checkpoint))
+    request = Request(source=source, out=Path(out), options=options, overwrite=overwrite, verify=level, workers=workers)
     return Conversion(request).run(observe)
 
 
@@ -103,7 +106,7 @@ def verify(
     """
     check = Check(
         out=Path(out),
-        source=None if source is None else Path(source),
+        source=None if source is None else fetch(os.fspath(source)),
         level=level,
         sample=None if sample is None else Sample(sample),
         device=device,

@@ -11,6 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 
 FEWER = "fewer --workers, or raise the limit: that of the shell (ulimit), of the container or of the job"
+INSTALL_TORCH = "pip install torch (a CPU build is enough); inspect, targets, explain, card, doctor and --dry-run work without it"
 SHOWN = 8
 """How many names of a long list a message spells out."""
 
@@ -145,6 +146,8 @@ def limits() -> Iterator[None]:
     except ImportError as e:
         if (e.name or "").startswith("fse_convert"):
             raise
+        if e.name == "torch" and isinstance(e, ModuleNotFoundError):
+            raise EnvironmentFailure(Problem("torch-missing", "torch is not installed", hint=INSTALL_TORCH)) from e
         message = f"a library cannot be loaded: {str(e).strip().splitlines()[-1]}"
         hint = "raise the limit of memory if there is one (ulimit -v), else install the library again"
         raise EnvironmentFailure(Problem("import-failed", message, e.name or "", hint)) from e

@@ -88,20 +88,19 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
         sizes = unstated(family, checkpoint.config, description.n_shared) if family else ()
         conflicts = (*description.conflicts, *sizes)
     answers = tuple(_without_false_yes(a, broken, unsupported, conflicts) for a in judge(about))
-    place = folder.label if isinstance(folder, LocalFolder) else "CHECKPOINT"
     asked = tuple(a for a in answers if not names or a.name in names)
     return Inspection(
         checkpoint,
         about,
         asked,
         costs(description, serving, widths) if description.widths else None,
-        advise(about, answers, plans, serving.tp, place=place),
+        advise(about, answers, plans, serving.tp, place=folder.label),
         broken,
         unsupported,
         conflicts,
         checkpoint.notes,
         reading.converted,
-        make_offers(asked, plans, checkpoint, place),
+        make_offers(asked, plans, checkpoint, folder.label),
     )
 
 

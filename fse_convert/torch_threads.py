@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from threading import Lock, Thread
 from types import ModuleType
 
@@ -40,6 +41,12 @@ def one_torch_thread() -> Iterator[None]:
             _users -= 1
             if not _users:
                 torch.set_num_threads(_before)
+
+
+def need_torch() -> None:
+    """Raise ImportError where torch is not installed, before anything is begun that needs it."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
 
 def import_beside(module: str) -> None:

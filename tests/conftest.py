@@ -25,7 +25,9 @@ SMALL = {"hidden": 512, "width": 384, "layers": 2, "experts": 3, "vocab": 64}
 
 CODES: set[str] = set()
 """Codes that the package made in this process, and in its workers."""
-ELSEWHERE = {"import-failed", "locale-encoding", "no-working-folder", "output-lost", "output-mounted", "reload-unsupported"}
+ELSEWHERE = {
+    "import-failed", "locale-encoding", "no-working-folder", "output-lost", "output-mounted", "reload-unsupported", "torch-missing",
+}  # fmt: skip
 """Codes that tests see in processes of their own, inside vLLM, or where something is mounted."""
 
 

@@ -19,6 +19,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import pytest
+
 COMMIT = "a" * 40
 PAGE = 7
 SMALL = 10_000
@@ -216,3 +218,12 @@ def serve(repo: str, root: Path) -> Iterator[Hub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def stand_in(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process take a local server for the Hub, with an empty cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}")

@@ -24,11 +24,18 @@ ARROWS: dict[str, set[str]] = {
     "inspection": {"checkpoint", "model", "servers", "plan"},
     "verification": {"checkpoint", "model", "sidecar", "output", "servers", "plan"},
     "conversion": {"layout", "checkpoint", "output", "model", "sidecar", "plan", "verification"},
-    "report": {"output", "sidecar", "model", "servers", "plan", "inspection", "verification", "restoration", "conversion"},
-    "cli": {"output", "servers", "plan", "inspection", "verification", "restoration", "conversion", "report"},
+    "doctor": {"output", "servers", "verification"},
+    "report": {
+        "checkpoint", "output", "sidecar", "model", "servers", "plan", "inspection", "verification", "restoration", "conversion",
+        "doctor",
+    },
+    "cli": {
+        "checkpoint", "output", "sidecar", "servers", "plan", "inspection", "verification", "restoration", "conversion", "doctor",
+        "report",
+    },
     "testing": {"checkpoint", "sidecar", "model", "servers", "plan"},
-    "api": {"output", "servers", "plan", "inspection", "verification", "restoration", "conversion"},
-}
+    "api": {"checkpoint", "output", "servers", "plan", "inspection", "verification", "restoration", "conversion"},
+}  # fmt: skip
 """What each room may import besides the ground: type-only and late imports count."""
 EXCEPTIONS = {("verification.kernel", "layout"): "the kernel level compares DeepGEMM's own transformation with the writer's layout"}
 ENTRANCES = {"__init__", "__main__"}

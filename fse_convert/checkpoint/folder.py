@@ -177,7 +177,7 @@ def _hint_for(root: Path) -> str:
     if root.exists():
         return f"give its folder: {root.parent}"
     if root.parts[0] == "hf:":
-        return f"only inspect reads the Hub; download it: hf download {'/'.join(root.parts[1:])} --local-dir FOLDER"
+        return f"only a source may lie on the Hub; download this: hf download {'/'.join(root.parts[1:])} --local-dir FOLDER"
     if len(root.parts) == 2 and not root.is_absolute() and not root.parent.exists():
         return f"give the folder that holds config.json and the safetensors files; for a model on the Hub: hf://{root}"
     return "give the folder that holds config.json and the safetensors files"

@@ -6,18 +6,22 @@ Endpoint, token and offline mode are huggingface_hub's own: HF_ENDPOINT, HF_TOKE
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from fse_convert.checkpoint.left_out import Kind, find_clutter
-from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, UsageError
+from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, UsageError, environment
 
 SCHEME = "hf://"
 REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
+SNAPSHOT = re.compile(r"/models--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
+"""Where huggingface_hub keeps a model of one commit in its cache."""
 TIMEOUT = 30.0
 """Seconds without a byte after which a request counts as failed."""
 INSTALL = "pip install 'fse-convert[hub]'"
@@ -35,24 +39,16 @@ class HubFolder:
         Raises UsageError for an address of another form, InvalidCheckpoint where there is no such model, EnvironmentFailure
         where the Hub or the account says no.
         """
-        match = REPOSITORY.fullmatch(address.removeprefix(SCHEME))
-        if match is None:
-            hint = "hf://org/name or hf://org/name@revision"
-            raise UsageError(Problem("hub-address", f"{address!r} names no model of the Hub", "CHECKPOINT", hint))
-        try:
-            self._hub: Any = import_module("huggingface_hub")
-        except ImportError as e:
-            raise EnvironmentFailure(Problem("hub-missing", "huggingface_hub is not installed", address, INSTALL)) from e
-        self._errors: Any = import_module("huggingface_hub.errors")
-        self.repo, self.asked = match["repo"], match["revision"]
-        self.label = address
+        self.repo, asked = _parsed(address)
+        self._hub = _library(address)
         self._api = self._hub.HfApi(endpoint=endpoint, library_name="fse-convert")
-        with self._failures():
-            self.commit: str = self._api.model_info(self.repo, revision=self.asked, timeout=TIMEOUT).sha
+        with _failures(address):
+            self.commit: str = self._api.model_info(self.repo, revision=asked, timeout=TIMEOUT).sha
+        self.label = f"{SCHEME}{self.repo}@{self.commit}"
 
     @cached_property
     def _listed(self) -> dict[str, int]:
-        with self._failures():
+        with _failures(self.label):
             entries = list(self._api.list_repo_tree(self.repo, recursive=True, revision=self.commit))
         return dict(sorted((e.path, e.size) for e in entries if isinstance(e, self._hub.hf_api.RepoFile)))
 
@@ -78,11 +74,11 @@ class HubFolder:
         headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
         try:
             return self._get(url, headers, offset, length)
-        except self._errors.HTTPError as e:  # the HTTP library's own: httpx or its successor
+        except self._hub.errors.HTTPError as e:  # the HTTP library's own: httpx or its successor
             raise OSError(f"{type(e).__name__} at {url}: {e}") from e
 
     def _get(self, url: str, headers: dict[str, str], offset: int, length: int) -> bytes:
-        utils: Any = import_module("huggingface_hub.utils")
+        utils = self._hub.utils
         headers = {**utils.build_hf_headers(library_name="fse-convert", token=self._api.token), **headers}
         with utils.http_stream_backoff("GET", url, headers=headers, timeout=TIMEOUT) as response:
             utils.hf_raise_for_status(response)
@@ -95,23 +91,69 @@ class HubFolder:
                     break
         return bytes(content[:length])
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turn what the Hub answers into problems with hints."""
-        errors = self._errors
-        try:
-            yield
-        except errors.GatedRepoError as e:
-            hint = "accept the licence on the model's page, then: hf auth login"
-            raise EnvironmentFailure(Problem("hub-gated", "access to this model must be asked for", self.label, hint)) from e
-        except errors.RepositoryNotFoundError as e:
-            hint = "check the spelling; a private model needs: hf auth login"
-            raise InvalidCheckpoint(Problem("no-such-model", "no such model on the Hub", self.label, hint)) from e
-        except errors.RevisionNotFoundError as e:
-            message = f"no revision {self.asked!r}"
-            raise InvalidCheckpoint(Problem("no-such-revision", message, self.label, "give a branch, a tag or a commit")) from e
-        except errors.OfflineModeIsEnabled as e:
-            raise EnvironmentFailure(Problem("hub-offline", "HF_HUB_OFFLINE is set", self.label, "unset it")) from e
-        except (errors.HTTPError, OSError) as e:
-            message = f"the Hub cannot be read: {type(e).__name__}: {e}"
-            raise EnvironmentFailure(Problem("hub-unreachable", message, self.label, "check the network and HF_ENDPOINT")) from e
+
+def fetch(address: str, *, bars: bool = False) -> Path:
+    """Return the folder of a checkpoint that is given as a folder or as ``hf://org/name[@revision]``.
+
+    A model of the Hub is downloaded into huggingface_hub's own cache; what lies there is not fetched again, and is enough where the
+    Hub cannot be reached. ``bars``: let huggingface_hub show its progress on stderr.
+    Raises UsageError, InvalidCheckpoint or EnvironmentFailure.
+    """
+    if not address.startswith(SCHEME):
+        return Path(address)
+    repo, asked = _parsed(address)
+    hub = _library(address)
+    switch = hub.utils.enable_progress_bars if bars else hub.utils.disable_progress_bars
+    switch()
+    with environment(address), _failures(address):
+        return Path(hub.snapshot_download(repo, revision=asked, library_name="fse-convert"))
+
+
+def source_name(folder: Path) -> str:
+    """Return how a report names a source: a folder of the Hub's cache by repository and commit, any other by its path."""
+    match = SNAPSHOT.search(folder.absolute().as_posix())
+    return f"{SCHEME}{match['org']}/{match['name']}@{match['commit']}" if match else str(folder)
+
+
+def _parsed(address: str) -> tuple[str, str | None]:
+    """Return repository and revision of an address. Raises UsageError."""
+    match = REPOSITORY.fullmatch(address.removeprefix(SCHEME))
+    if match is None:
+        hint = "hf://org/name or hf://org/name@revision"
+        raise UsageError(Problem("hub-address", f"{address!r} names no model of the Hub", "CHECKPOINT", hint))
+    return match["repo"], match["revision"]
+
+
+def _library(address: str) -> Any:
+    """Import huggingface_hub, which is an extra. Raises EnvironmentFailure."""
+    try:
+        library = import_module("huggingface_hub")
+        for part in ("errors", "utils"):  # attributes of the package once they are imported
+            import_module(f"huggingface_hub.{part}")
+    except ImportError as e:
+        raise EnvironmentFailure(Problem("hub-missing", "huggingface_hub is not installed", address, INSTALL)) from e
+    return library
+
+
+@contextmanager
+def _failures(address: str) -> Iterator[None]:
+    """Turn what the Hub answers into problems with hints; what the disk refuses is left alone."""
+    errors: Any = import_module("huggingface_hub.errors")
+    try:
+        yield
+    except errors.GatedRepoError as e:
+        hint = "accept the licence on the model's page, then: hf auth login"
+        raise EnvironmentFailure(Problem("hub-gated", "access to this model must be asked for", address, hint)) from e
+    except errors.RepositoryNotFoundError as e:
+        hint = "check the spelling; a private model needs: hf auth login"
+        raise InvalidCheckpoint(Problem("no-such-model", "no such model on the Hub", address, hint)) from e
+    except errors.RevisionNotFoundError as e:
+        hint = "give a branch, a tag or a commit"
+        raise InvalidCheckpoint(Problem("no-such-revision", "the model has no such revision", address, hint)) from e
+    except errors.OfflineModeIsEnabled as e:
+        raise EnvironmentFailure(Problem("hub-offline", "HF_HUB_OFFLINE is set", address, "unset it")) from e
+    except (errors.HTTPError, OSError) as e:
+        if isinstance(e, OSError) and (e.filename or e.errno in (errno.ENOSPC, errno.EDQUOT)):
+            raise
+        message = f"the Hub cannot be read: {type(e).__name__}: {e}"
+        raise EnvironmentFailure(Problem("hub-unreachable", message, address, "check the network and HF_ENDPOINT")) from e

@@ -48,11 +48,21 @@ class DefaultGroup(click.Group):
         return offered or [CompletionItem(incomplete, type="file")]  # bash drops every other item beside a file
 
 
-@click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
-@click.version_option(fse_convert.__version__, prog_name="fse-convert")
-def cli() -> None:
+@click.group(
+    cls=DefaultGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES
+)
+@click.option("--version", is_flag=True, help="Show the version; with -v also those of Python, torch, servers and the rest.")
+@click.option("-v", "verbose", is_flag=True, hidden=True)
+@click.pass_context
+def cli(ctx: click.Context, *, version: bool, verbose: bool) -> None:
     """Rewrite a MoE checkpoint offline so that MegaMoE servers run its shared experts fused, and prove the result.
 
     `fse-convert CHECKPOINT OUT` pads the experts to what the target's kernel accepts and writes the kernel layout of
     the shared experts to OUT/fse. The source is never written; OUT is created atomically.
     """
+    if version:
+        from fse_convert.doctor import versions
+
+        for name, number in versions().items() if verbose else (("fse-convert", fse_convert.__version__),):
+            click.echo(f"{name} {number or 'is not installed'}")
+        ctx.exit()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import FOLDER, complete_target, json_option, link_option, log_options, part_option
+from fse_convert.cli.options import CHECKPOINT, FOLDER, complete_target, json_option, link_option, local, log_options, part_option
 from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Experts, Options
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("checkpoint", type=FOLDER)
+@click.argument("checkpoint", type=CHECKPOINT)
 @click.argument("out", type=FOLDER)
 @click.option(
     "--target", default="megamoe-512", show_default=True, metavar="NAME", shell_complete=complete_target,
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def convert(
     ctx: click.Context,
-    checkpoint: Path,
+    checkpoint: str,
     out: Path,
     target: str,
     experts: str,
@@ -92,7 +92,10 @@ def convert(
     log: Log,
     as_json: bool,
 ) -> ExitCode:
-    """Convert CHECKPOINT into OUT (default command)."""
+    """Convert CHECKPOINT into OUT (default command).
+
+    CHECKPOINT is a folder or hf://org/name[@revision], which is downloaded into the Hub's own cache first.
+    """
     from fse_convert.conversion.run import Conversion, Request
     from fse_convert.plan.notes import notes
     from fse_convert.report import conversion
@@ -119,7 +122,7 @@ def convert(
         drop_originals=drop_originals,
     )
     request = Request(
-        source=checkpoint,
+        source=local(checkpoint, log),
         out=out,
         options=options,
         link=link,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import complete_target, json_option
+from fse_convert.cli.options import CHECKPOINT, FORMS, complete_target, json_option
 from fse_convert.errors import ExitCode, environment
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @cli.command()
-@click.argument("checkpoint", type=click.Path(readable=False))
+@click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--target", multiple=True, metavar="NAME", shell_complete=complete_target, help="Judge this target only; repeatable.")
 @click.option(
     "--require", multiple=True, metavar="NAME", shell_complete=complete_target,
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size, for costs and widths.")
 @click.option("--ep", type=click.IntRange(min=1), default=8, show_default=True, help="Expert-parallel size, for costs per rank.")
 @click.option(
-    "--format", "format_name", type=click.Choice(["text", "json", "markdown", "github"]), default="text", show_default=True,
-    help="github: annotations for GitHub Actions, then Markdown.",
+    "--format", "format_name", type=click.Choice(["text", *FORMS]), default="text", show_default=True,
+    help="github: annotations for GitHub Actions, then Markdown. junit: a test case for each required target.",
 )  # fmt: skip
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report as one HTML file.")
 @json_option
@@ -84,6 +84,10 @@ def _print(view: View, format_name: str) -> None:
         from fse_convert.report.inspection.text import print_inspection
 
         print_inspection(view)
+    elif format_name == "junit":
+        from fse_convert.report.inspection.pages import junit
+
+        click.echo(junit(view.title, view.found.problems, view.required))
     else:
         from fse_convert.report.inspection.pages import markdown, workflow_commands
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,31 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 MOST_PARTS = 10_000
+FORMS = ("json", "markdown", "github", "junit")
+"""Forms of an answer for programs; a failure has the same form."""
+CHECKPOINT = click.Path(readable=False)
+"""A folder, or ``hf://org/name[@revision]``; see `local`."""
 FOLDER = click.Path(path_type=Path, readable=False)
 """A folder that may not be there yet; what is wrong with one is said by whoever opens it."""
 
 
 def json_option(command: Command) -> Command:
-    """Add ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also on failure.")(command)
+    """Add ``--json`` and ``--json-schema``."""
+    schema = click.option(
+        "--json-schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+        help="Print the JSON Schema of that object, and exit.",
+    )  # fmt: skip
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also on failure.")(
+        schema(command)
+    )
+
+
+def _print_schema(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        from fse_convert.report.schemas import schema
+
+        click.echo(schema(str(ctx.command.name)))
+        ctx.exit()
 
 
 def link_option(to: str) -> Callable[[Command], Command]:
@@ -60,6 +79,28 @@ def part_option(_ctx: click.Context, _param: click.Parameter, value: str | None)
 
         return Part(index=int(index), count=int(count))
     raise click.BadParameter(f"{value!r} is not I/N with 1 <= I <= N <= {MOST_PARTS}, such as 2/8")
+
+
+def local(checkpoint: str, log: Log) -> Path:
+    """Return the folder of a checkpoint; a model of the Hub is downloaded into the Hub's own cache."""
+    from fse_convert.checkpoint.hub import SCHEME, fetch, source_name
+
+    if not checkpoint.startswith(SCHEME):
+        return Path(checkpoint)
+    log.line("fetch", f"{checkpoint}: downloading what the Hub's cache lacks", source=checkpoint)
+    folder = fetch(checkpoint, bars=sys.stderr.isatty() and not (log.quiet or log.as_json))
+    log.line("source", f"source: {source_name(folder)} in {folder}", source=source_name(folder), folder=str(folder))
+    return folder
+
+
+def hub_name(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str:
+    """Return a model's name on the Hub without ``hf://``, empty where none was given. Raises BadParameter."""
+    from fse_convert.checkpoint.hub import REPOSITORY, SCHEME
+
+    name = (value or "").removeprefix(SCHEME)
+    if name and not REPOSITORY.fullmatch(name):
+        raise click.BadParameter(f"{value!r} names no model of the Hub: ORG/NAME, or ORG/NAME@REVISION")
+    return name
 
 
 def complete_target(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:

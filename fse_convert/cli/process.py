@@ -17,6 +17,7 @@ from typing import TextIO
 import click
 
 from fse_convert.cli.app import cli
+from fse_convert.cli.options import FORMS
 from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError, limits
 from fse_convert.report.log import Log
 
@@ -73,7 +74,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _run(args: list[str]) -> int:
-    as_json = "--json" in args or "--format=json" in args or "--format json" in " ".join(args)
+    form = _form(args)
     log = Log(as_json="--log-json" in args)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and this tool needs no numpy
     try:
@@ -82,15 +83,15 @@ def _run(args: list[str]) -> int:
             code = cli.main(args or ["--help"], standalone_mode=False, prog_name="fse-convert")
         sys.stdout.flush()
     except FseConvertError as e:
-        return _fail(e, log, as_json=as_json)
+        return _fail(e, log, form=form)
     except (Stopped, click.exceptions.Abort, KeyboardInterrupt) as e:
         code = e.code if isinstance(e, Stopped) else 130
         stopped = Problem("interrupted", "stopped by a signal", hint="the same command resumes from what is finished")
-        return _fail(Interrupted(stopped), log, as_json=as_json, code=code)
+        return _fail(Interrupted(stopped), log, form=form, code=code)
     except click.ClickException as e:
         context = getattr(e, "ctx", None)
         hint = f"see: {context.command_path if context else 'fse-convert'} --help"
-        return _fail(UsageError(Problem("usage", e.format_message(), hint=hint)), log, as_json=as_json)
+        return _fail(UsageError(Problem("usage", e.format_message(), hint=hint)), log, form=form)
     except (BrokenPipeError, SystemExit):  # click turns a closed pipe into an exit with 1
         _silence(sys.stdout)
         return CLOSED_PIPE
@@ -99,13 +100,20 @@ def _run(args: list[str]) -> int:
         problem = Problem(
             "output-lost", f"the result could not be printed: {e.strerror or e}", "stdout", "what was written to disk is there"
         )
-        return _fail(EnvironmentFailure(problem), log, as_json=False)
+        return _fail(EnvironmentFailure(problem), log, form="")
     except Exception as e:  # noqa: BLE001 - the last resort: a bug is told, not thrown
         hint = f"please report it with what {DEBUG}=1 shows; the source was not changed"
         bug = Bug(Problem("bug", f"{type(e).__name__}: {e}", hint=hint))
         bug.__cause__ = e
-        return _fail(bug, log, as_json=as_json)
+        return _fail(bug, log, form=form)
     return code if isinstance(code, int) else int(ExitCode.OK)
+
+
+def _form(args: list[str]) -> str:
+    """Return the form for programs that was asked for by ``--json`` or ``--format``, empty for none."""
+    line = " ".join(args)
+    asked = (form for form in FORMS if f"--format={form}" in args or f"--format {form}" in line)
+    return "json" if "--json" in args else next(asked, "")
 
 
 def _check_working_folder() -> None:
@@ -124,16 +132,16 @@ def _silence(stream: TextIO) -> None:
         os.dup2(null, stream.fileno())
 
 
-def _fail(error: FseConvertError, log: Log, *, as_json: bool, code: int | None = None) -> int:
+def _fail(error: FseConvertError, log: Log, *, form: str, code: int | None = None) -> int:
     from fse_convert.report.console import problem_lines
 
     code = int(error.exit_code) if code is None else code
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
-    if as_json:
-        from fse_convert.report.records import Failure, dump
+    if form:
+        from fse_convert.report.failures import failure
 
-        click.echo(dump(Failure(ok=False, exit_code=code, problems=error.problems)))
+        click.echo(failure(form, error.problems, code))
     for problem in error.problems:
         text = "\n".join(problem_lines(problem))
         log.line("error", text, code=problem.code, message=problem.message, where=problem.where, hint=problem.hint)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import FOLDER, json_option, log_options
+from fse_convert.cli.options import CHECKPOINT, FOLDER, json_option, local, log_options
 from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.report.log import Log
 from fse_convert.verification.findings import Level, Sample
@@ -15,7 +15,9 @@ from fse_convert.verification.findings import Level, Sample
 
 @cli.command()
 @click.argument("out", type=FOLDER)
-@click.option("--source", type=FOLDER, metavar="CHECKPOINT", help="The checkpoint that OUT was made from.")
+@click.option(
+    "--source", type=CHECKPOINT, metavar="CHECKPOINT", help="The checkpoint that OUT was made from: a folder or hf://org/name."
+)
 @click.option(
     "--level", type=click.Choice([level.value for level in Level if level is not Level.NONE]),
     help="Verification level; each includes those before it.  [default: numerics; storage without --source]",
@@ -31,7 +33,7 @@ from fse_convert.verification.findings import Level, Sample
 @json_option
 def verify(
     out: Path,
-    source: Path | None,
+    source: str | None,
     level: str | None,
     sample: int | None,
     seed: int | None,
@@ -61,13 +63,14 @@ def verify(
         message = f"--level {level} compares with the source"
         raise UsageError(Problem("source-needed", message, "--level", "give --source CHECKPOINT"))
     part = None if sample is None else Sample(sample) if seed is None else Sample(sample, seed)
-    check = Check(out=out, source=source, level=Level(level) if level else None, sample=part, device=device, strict=strict)
+    folder = local(source, log) if source else None
+    check = Check(out=out, source=folder, level=Level(level) if level else None, sample=part, device=device, strict=strict)
     with progress(*check.workload(), log) as observe:
         proof = prove_again(check, observe)
     for left in left_behind(out):
         log.note(left)
     if as_json:
-        click.echo(dump(verify_record(proof)))
+        click.echo(dump(verify_record(proof, folder)))
     else:
         print_proof(proof)
     return proof.exit_code

@@ -40,7 +40,7 @@ from fse_convert.plan.source import open_source
 from fse_convert.progress import Event, Observer, ignore
 from fse_convert.sidecar.manifest import Manifest, sealed
 from fse_convert.sidecar.tensors import LAYOUT, LAYOUT_VERSION
-from fse_convert.torch_threads import import_beside
+from fse_convert.torch_threads import import_beside, need_torch
 from fse_convert.verification.findings import Level
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ class Conversion:
         """
         request = self.request
         with environment(request.out):
+            need_torch()
             check_space(request.out, self.estimate().disk)
             fresh = self._write_on_ray(observe) if request.ray is not None else ()
             place = self._staged(restart=request.restart and request.ray is None)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -54,6 +55,14 @@ def way(source: Path, folder: Path, link: Link) -> str:
     if link is Link.HARD and mount_of(source) == here:
         return "hard link or copy" if here.kind == "overlay" else "hard link"
     return "clone" if link is not Link.COPY and _clones(source, folder) else "copy"
+
+
+def shares_blocks(folder: Path) -> bool:
+    """Return whether files of a folder can share blocks, as `carry` makes them do; tried on files without names. Raises OSError."""
+    with tempfile.TemporaryFile(dir=folder) as source, tempfile.TemporaryFile(dir=folder) as target:
+        source.write(bytes(4096))
+        source.flush()
+        return _clone(source.fileno(), target.fileno())
 
 
 def copy_range(

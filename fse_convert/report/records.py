@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType, convert, field, to_builtins
 from msgspec.structs import replace
 
+from fse_convert.checkpoint.hub import source_name
 from fse_convert.conversion.estimate import FileEstimate
 from fse_convert.errors import Problem
 from fse_convert.model.moe import LayerKind
@@ -98,9 +100,11 @@ class ExpertsRecord(Record, kw_only=True):
 class ConversionRecord(Response, kw_only=True):
     """What ``convert`` prints: the plan, then what a dry run ``needs``, or what was done.
 
+    ``source``: its path, or repository and commit where it lies in the Hub's cache.
     ``width``: of one expert in the ``source``, in the standard layout (``main``) and in the ``kernel`` layout.
     """
 
+    source: str
     family: str | None
     model_type: str
     target: str | None
@@ -182,6 +186,7 @@ def plan_record(plan: Plan, **done: Any) -> ConversionRecord:
         decision,
         options,
         description,
+        source=source_name(plan.source.folder.root),
         family=description.family and description.family.name,
         target=options.target.name if options.target else None,
         contract=options.contract.name if options.contract else None,
@@ -225,6 +230,7 @@ class ProofRecord(Record, kw_only=True):
     exit_code: int | UnsetType = UNSET
     level: Level
     against: str
+    source: str | UnsetType = UNSET
     storage: StorageRecord
     numerics: NumericsRecord | None
     kernel: KernelRecord | None
@@ -306,9 +312,10 @@ class KernelLayerRecord(Record):
     figures: dict[str, Any]
 
 
-def verify_record(proof: Proof) -> ProofRecord:
-    """Describe a proof as what ``verify`` prints."""
-    return replace(proof_record(proof), schema_version=1, ok=not proof.exit_code, exit_code=int(proof.exit_code))
+def verify_record(proof: Proof, source: Path | None = None) -> ProofRecord:
+    """Describe a proof as what ``verify`` prints. ``source``: the checkpoint that the output was compared with."""
+    name = source_name(source) if source else UNSET
+    return replace(proof_record(proof), schema_version=1, ok=not proof.exit_code, exit_code=int(proof.exit_code), source=name)
 
 
 def proof_record(proof: Proof) -> ProofRecord:

@@ -71,7 +71,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _describe_device() -> tuple[str | None, tuple[int, int] | None, str]:
+def describe_device() -> tuple[str | None, tuple[int, int] | None, str]:
     """Return name and capability of the CUDA device, or why there is none: a broken driver warns or raises, by its fault."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -109,7 +109,7 @@ def _has(module: Any, function: str, parameter: str | None) -> bool:
 
 def _locate() -> tuple[KernelProbe, Any]:
     """Return what `probe` does, and the DeepGEMM module that was imported, if any."""
-    name, capability, trouble = _describe_device()
+    name, capability, trouble = describe_device()
     sm = f"{name} is SM{capability[0]}{capability[1]}" if capability else ""
     if capability and capability[0] != 10:
         return KernelProbe("unavailable", f"needs an SM100 GPU: {sm}", None, name), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+import fse_convert
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.hub import HubFolder
+from fse_convert.checkpoint.hub import HubFolder, fetch, source_name
 from fse_convert.checkpoint.reader import read_checkpoint
 from fse_convert.errors import EnvironmentFailure, ExitCode, InvalidCheckpoint, UsageError
-from tests.hub_server import COMMIT, Hub, serve
+from tests.hub_server import COMMIT, Hub, serve, stand_in
 
 pytest.importorskip("huggingface_hub")
+Run = Callable[..., tuple[int, str, str]]
 REPO = "deepseek-ai/DeepSeek-V4.1-Flash"
 
 
@@ -129,23 +132,119 @@ def test_without_huggingface_hub_the_extra_is_named(monkeypatch: pytest.MonkeyPa
 
 def _command(hub: Hub, *args: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-m", "fse_convert", "inspect", *args]
+    command = [sys.executable, "-m", "fse_convert", *args]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def test_the_command_line_takes_the_endpoint_from_the_environment(hub: Hub) -> None:
-    done = _command(hub, f"hf://{REPO}@main", "--json", "--require", "vllm-0.33")
+    done = _command(hub, "inspect", f"hf://{REPO}@main", "--json", "--require", "vllm-0.33")
     assert done.returncode == ExitCode.OK, done.stderr
     found = json.loads(done.stdout)
-    assert found["checkpoint"]["label"] == f"hf://{REPO}@main"
+    assert found["checkpoint"]["label"] == f"hf://{REPO}@{COMMIT}"
+    assert found["advice"]["command"].startswith(f"fse-convert hf://{REPO}@{COMMIT} OUT --target ")
     assert found["family"] == "DeepSeek-V4"
-    local = json.loads(_command(hub, str(hub.root), "--json").stdout)
+    local = json.loads(_command(hub, "inspect", str(hub.root), "--json").stdout)
     assert found["targets"] == local["targets"]
     assert found["layers"] == local["layers"]
 
 
+def test_a_process_of_its_own_downloads(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    done = _command(hub, "convert", f"hf://{REPO}", str(tmp_path / "out"), "--dry-run", "--log-json", "--json")
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert json.loads(done.stdout)["source"] == f"hf://{REPO}@{COMMIT}"
+    events = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [e["event"] for e in events[:2]] == ["fetch", "source"]
+
+
 def test_the_command_line_says_what_is_wrong_without_a_traceback(hub: Hub) -> None:
-    done = _command(hub, "hf://deepseek-ai/nothing")
+    done = _command(hub, "inspect", "hf://deepseek-ai/nothing")
     assert done.returncode == ExitCode.INVALID
     assert "no-such-model" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the Hub, and the Hub itself, for this process."""
+    stand_in(hub, tmp_path / "cache", monkeypatch)
+    return tmp_path / "cache"
+
+
+def test_a_conversion_of_a_model_on_the_hub_is_that_of_its_folder(
+    hub: Hub, cache: Path, run: Run, tmp_path: Path, digest: Callable[[Path], dict[str, str]]
+) -> None:
+    address = f"hf://{REPO}@v1"
+    code, out, err = run(address, tmp_path / "out", "--target", "vllm-0.30", "--json", "-q")
+    assert (code, err) == (ExitCode.OK, "")
+    assert json.loads(out)["source"] == f"hf://{REPO}@{COMMIT}"
+    assert run(hub.root, tmp_path / "local", "--target", "vllm-0.30", "-q")[0] == ExitCode.OK
+    assert digest(tmp_path / "out") == digest(tmp_path / "local")
+
+    sent = hub.sent
+    code, out, err = run("verify", tmp_path / "out", "--source", address, "--json")
+    assert code == ExitCode.OK, err
+    assert json.loads(out)["source"] == f"hf://{REPO}@{COMMIT}"
+    assert hub.sent == sent, "what lies in the cache was fetched again"
+    assert f"source: hf://{REPO}@{COMMIT} in {cache}" in err
+
+
+def test_the_cache_is_enough_where_the_hub_cannot_be_reached(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    folder = fetch(f"hf://{REPO}")
+    assert source_name(folder) == f"hf://{REPO}@{COMMIT}"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch(f"hf://{REPO}") == folder
+    with pytest.raises(EnvironmentFailure) as e:
+        fetch(f"hf://{REPO}@never-seen")
+    assert e.value.problems[0].code == "hub-unreachable"
+
+
+@pytest.mark.parametrize(
+    ("address", "code"), [("hf://deepseek-ai/nothing", "no-such-model"), (f"hf://{REPO}@nothing", "no-such-revision")]
+)
+@pytest.mark.parametrize("command", ["convert", "verify"])
+def test_a_source_that_is_not_there(command: str, address: str, code: str, cache: Path, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    got, _, err = run(*(("convert", address, out) if command == "convert" else ("verify", out, "--source", address)))
+    assert got == ExitCode.INVALID
+    assert f"error[{code}]" in err
+
+
+def test_a_gate_is_told_what_the_hub_says(hub: Hub, cache: Path, run: Run) -> None:
+    hub.gated = True
+    code, out, _ = run("inspect", f"hf://{REPO}", "--format", "github")
+    assert code == ExitCode.ENVIRONMENT
+    assert out.startswith(f"::error title=hub-gated::hf://{REPO}: access to this model must be asked for -> accept the licence")
+    assert "\n## fse-convert failed\n" in out
+
+
+def test_a_full_disk_is_not_taken_for_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def refuse(*_args: object, **_kwargs: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(EnvironmentFailure) as e:
+        fetch(f"hf://{REPO}")
+    assert e.value.problems[0].code == "no-space"
+
+
+def test_the_api_takes_addresses_too(hub: Hub, cache: Path, tmp_path: Path) -> None:
+    fse_convert.convert(f"hf://{REPO}", tmp_path / "out", level=fse_convert.Level.STORAGE)
+    assert fse_convert.verify(tmp_path / "out", f"hf://{REPO}", level=fse_convert.Level.STORAGE).exit_code == ExitCode.OK
+
+
+def test_an_output_on_the_hub_is_downloaded_first(cache: Path, run: Run) -> None:
+    code, _, err = run("verify", "hf://me/out")
+    assert code == ExitCode.INVALID
+    assert "hf download me/out --local-dir FOLDER" in err
+
+
+@pytest.mark.parametrize(
+    "path", ["/models/out", "/cache/models--a--b/snapshots/main", "/cache/models--a--b/snapshots/" + COMMIT + "/x"]
+)
+def test_a_folder_outside_of_the_cache_is_named_by_its_path(path: str) -> None:
+    assert source_name(Path(path)) == path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -386,24 +385,3 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
-
-
-def test_the_publish_gate_of_the_examples(v41: Path, v41_padded: Path, tmp_path: Path) -> None:
-    """The shell step of examples/publish-gate.yml, run as GitHub Actions runs it."""
-    text = (REPOSITORY / "examples" / "publish-gate.yml").read_text(encoding="utf-8")
-    step = re.search(r"run: \|\n((?: {10}.*\n)+)", text)
-    assert step is not None
-    script = tmp_path / "step.sh"
-    script.write_text(textwrap.dedent(step[1]).replace("--require vllm-0.33", "--require vllm-0.30"), encoding="utf-8")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    assert shutil.which("fse-convert", path=path)
-    for root, code in ((v41, ExitCode.NO), (v41_padded, ExitCode.OK)):
-        summary = tmp_path / f"summary-{int(code)}.md"
-        environment = {**os.environ, "PATH": path, "CHECKPOINT": str(root), "GITHUB_STEP_SUMMARY": str(summary)}
-        shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(script)]
-        done = subprocess.run(shell, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
-        assert done.returncode == code, done.stderr
-        assert done.stdout.startswith("::error title=vllm-0.30 does not fuse::") == (code is ExitCode.NO)
-        assert summary.read_text(encoding="utf-8").startswith("## ")
-        assert "::error" not in summary.read_text(encoding="utf-8")
-        assert (tmp_path / "report.html").exists()

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from fse_convert.report.schemas import RESPONSES, schema
 from fse_convert.servers.targets import TARGETS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -44,6 +45,11 @@ def test_the_page_of_targets_is_the_data(make: ModuleType) -> None:
 
 def test_the_page_of_codes_is_the_data(make: ModuleType) -> None:
     assert (DOCS / "codes.md").read_text(encoding="utf-8") == make.codes_markdown()
+
+
+def test_the_schemas_are_those_of_the_program() -> None:
+    written = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "schema").iterdir()}
+    assert written == {command: f"{schema(command)}\n" for command in RESPONSES}
 
 
 def test_the_picture_of_inspect_is_a_real_run(make: ModuleType, tmp_path: Path) -> None:

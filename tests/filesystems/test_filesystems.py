@@ -121,6 +121,14 @@ def test_room_for_clones_is_not_asked_for(made: Make, run: Run, disks: Disks) ->
     assert run("restore", disk / "cloned", disk / "back")[0] == 0
 
 
+@pytest.mark.parametrize(("kind", "meaning"), [("xfs", "share their blocks"), ("ext4", "no reflink")])
+def test_doctor_tries_whether_blocks_can_be_shared(kind: str, meaning: str, made: Make, run: Run, disks: Disks) -> None:
+    disk, _ = disk_with(kind, made(**KNOBS), disks)
+    found = json.loads(run("doctor", disk, "--json")[1])["findings"]
+    assert meaning in next(f["meaning"] for f in found if f["name"] == "disk")
+    assert not list(disk.glob("tmp*"))
+
+
 @pytest.mark.parametrize("source", ["out's own", "another mount of it"])
 def test_hard_links_do_not_cross_mounts(source: str, made: Make, run: Run, disks: Disks) -> None:
     """Volumes of a container are mounts of one file system: a link between them is refused, and what is copied was counted."""

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fse_convert import __version__
 from fse_convert.errors import Problem, UsageError
-from fse_convert.report.inspection.view import LOOKS, Complaint, View, told
+from fse_convert.report.inspection.view import LOOKS, Complaint, Row, View, told
+from fse_convert.report.templates import template
 
-if TYPE_CHECKING:
-    from jinja2 import Template
+NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 cannot hold, escaped or not; names of files can."""
 
 
 def markdown(view: View) -> str:
     """Return an inspection as Markdown; what would break a table or start a tag is escaped."""
-    return _template("markdown.md.j2").render(view=view)
+    return template("inspection/markdown.md.j2").render(view=view)
 
 
 def workflow_commands(view: View) -> list[str]:
     """Return the annotations that GitHub Actions shows beside a run: what is complained of, each with its hint."""
-    return [_command(c) for c in view.complaints]
+    return [annotation(c) for c in view.complaints]
 
 
-def _command(c: Complaint) -> str:
+def annotation(c: Complaint) -> str:
+    """Return what makes GitHub Actions show a complaint beside a run."""
     title, message = (c.said, f"{c.problem.code}: {told(c.problem)}") if c.said else (c.problem.code, told(c.problem))
     title = _argument(title).replace(":", "%3A").replace(",", "%2C")
     return f"::{'error' if c.error else 'warning'} title={title}::{_argument(message)}"
@@ -36,30 +38,15 @@ def _argument(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
+def junit(label: str, problems: Sequence[Problem], required: Sequence[Row] = ()) -> str:
+    """Return a JUnit report: a case for the checkpoint ``label``, an error if it has problems, and one for each required target."""
+    text = template("inspection/junit.xml.j2").render(label=label, problems=problems, rows=required)
+    return NOT_XML.sub("?", text).rstrip("\n")
+
+
 def html(view: View) -> str:
     """Return an inspection as a whole HTML page: no script, no font, no picture from elsewhere."""
-    return _template("page.html.j2").render(view=view, outcomes=LOOKS, version=__version__)
-
-
-@cache
-def _template(name: str) -> Template:
-    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-
-    environment = Environment(
-        loader=PackageLoader("fse_convert.report", "inspection"),
-        autoescape=select_autoescape(["html.j2"]),
-        undefined=StrictUndefined,
-        finalize=None if name.endswith("html.j2") else _escaped,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["told"] = told
-    return environment.get_template(name)
-
-
-def _escaped(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return template("inspection/page.html.j2").render(view=view, outcomes=LOOKS, version=__version__)
 
 
 def check_page(path: Path, checkpoint: str) -> None:

@@ -1,0 +1,31 @@
+"""``fse-convert card``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fse_convert.cli.app import cli
+from fse_convert.cli.options import FOLDER, hub_name
+
+
+@cli.command()
+@click.argument("out", type=FOLDER)
+@click.option("--repo", callback=hub_name, metavar="ORG/NAME", help="Where OUT is published, for the commands in the section.")
+@click.option("--base", callback=hub_name, metavar="ORG/NAME[@REVISION]", help="The model on the Hub that OUT was made from.")
+def card(out: Path, repo: str, base: str) -> None:
+    """Print a section for the model card of OUT.
+
+    Markdown to paste into README.md before OUT is published: base model, what changed, what was proved, and how to serve it, as
+    OUT's manifest states it.
+    """
+    from fse_convert.checkpoint.folder import LocalFolder
+    from fse_convert.errors import environment
+    from fse_convert.report.card import Published
+    from fse_convert.report.card import card as section
+    from fse_convert.sidecar.manifest import read_manifest
+
+    with environment(out):
+        manifest = read_manifest(LocalFolder(out))
+    click.echo(section(Published(manifest=manifest, folder=out, repo=repo, base=base)), nl=False)

@@ -1,0 +1,87 @@
+"""The section of a model card that tells what a published output is: base model, changes, proof, and how to serve it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fse_convert.plan.plan import Experts
+from fse_convert.report.console import counted
+from fse_convert.report.templates import template
+from fse_convert.servers.commands import serve_command
+from fse_convert.servers.judge import ALL_TARGETS
+from fse_convert.sidecar.manifest import FUSED, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """An output under its name: the folder it lies in, its own repository and its base model on the Hub, empty if not known.
+
+    ``base``: ``org/name`` or ``org/name@revision``.
+    """
+
+    manifest: Manifest
+    folder: Path
+    repo: str = ""
+    base: str = ""
+
+
+def card(published: Published) -> str:
+    """Return the section as Markdown."""
+    manifest, name = published.manifest, published.repo.rpartition("/")[2] or published.folder.resolve().name
+    target, place = next((t for t in ALL_TARGETS if t.name == manifest.arguments.target), None), shlex.quote(name)
+    model, _, revision = published.base.partition("@")
+    return template("card.md.j2").render(
+        manifest=manifest,
+        base=published.base,
+        base_url=f"https://huggingface.co/{model}{f'/tree/{revision}' if revision else ''}",
+        source=f"hf://{published.base}" if published.base else "CHECKPOINT",
+        repo=published.repo,
+        place=place,
+        changes=list(_changes(manifest)),
+        proof={level: _level(getattr(manifest.proof, level)) for level in ("storage", "numerics", "kernel")},
+        target=target,
+        title=f"{target.engine} {target.release}" if target else "",
+        command=serve_command(target, place, manifest.model.model_type, fse=manifest.contract is not None) if target else "",
+        alone=_alone(manifest),
+    )
+
+
+def _changes(manifest: Manifest) -> Iterator[str]:
+    width = manifest.model.width
+    for change in manifest.changes or ():
+        yield f"Format change `{change.name}`, {'lossless' if change.lossless else 'which loses precision'}."
+    if width.main != width.source:
+        padded = counted(len(manifest.padded), "tensor")
+        yield f"Experts are {width.main} wide instead of {width.source}: {padded} padded, by channels that compute 0."
+    for edit in manifest.config_edits:
+        yield f"`config.json`: `{edit.section + '.' if edit.section else ''}{edit.key}` {edit.old} -> {edit.new}."
+    if manifest.contract:
+        layers = f"{len(manifest.kernel_prefixes)} of {counted(len(manifest.layers), 'MoE layer')}"
+        wider = f", {width.kernel} wide" if manifest.arguments.experts == Experts.SHARED.value else ""
+        yield f"`fse/` is new: the shared experts of {layers} in the kernel's layout{wider}."
+    yield "All other tensors are those of the base model, byte for byte."
+
+
+def _level(record: Mapping[str, Any]) -> str:
+    """Say what a level of the proof found, as the manifest has it."""
+    status = str(record["status"]).replace("-", " ")
+    if status != "passed":
+        return f"{status}: {record['reason']}"
+    if "tensors" in record:
+        sorts = ", ".join(f"{n:,} {'in kernel layout' if sort == 'kernel' else sort}" for sort, n in record["tensors"].items() if n)
+        return f"passed: every tensor against the base model, byte for byte ({sorts})"
+    on = f" on {record['device']}" if "device" in record else ", computed from both sides, bit-equal"
+    return f"passed: {counted(record['layers'], 'layer')}{on}"
+
+
+def _alone(manifest: Manifest) -> str:
+    """Say what the server that was converted for makes of the standard layout, without the plugin."""
+    server = manifest.server
+    if server is None:
+        return ""
+    fused = sum(verdict == FUSED for verdict in server.layers.values())
+    return f"{server.engine} {server.release} fuses {fused} of {counted(len(server.layers), 'MoE layer')} of it."

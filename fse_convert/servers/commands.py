@@ -1,0 +1,35 @@
+"""The command that starts a server on an output; its flags and variables are those of the server's row."""
+
+from __future__ import annotations
+
+import re
+
+from fse_convert.servers.judge import AnyTarget
+
+COMMANDS = {
+    "vLLM": "vllm serve {} --tensor-parallel-size 8",
+    "vLLM ROCm": "vllm serve {}",
+    "SGLang": "python -m sglang.launch_server --model-path {} --tp 8",
+}
+"""How a server is started, by its engine, on a node of 8 GPUs; rows of vLLM on ROCm ask for different parallel sizes."""
+V41, V41_AS_TEXT = "deepseek_v41", "V4.1 as text: "
+"""A model type, and what precedes the flag that one row has for it."""
+VARIABLES = "VLLM_ROCM_USE_AITER"
+"""What ``...`` stands for in rows that list several variables."""
+
+
+def serve_command(target: AnyTarget, place: str, model_type: str, *, fse: bool) -> str:
+    """Return the command that starts a server on a converted checkpoint; empty for a contract, and where none is known.
+
+    ``place``: its folder, quoted for a shell. ``fse``: whether it has the kernel layout, for which vLLM has a load format; SGLang's
+    plugin finds it by itself.
+    """
+    if target.engine not in COMMANDS:
+        return ""
+    parts = re.split(r"[,;] ", target.started_with)
+    if model_type == V41:
+        parts = [part.removeprefix(V41_AS_TEXT) for part in parts]
+    variables = [part.replace("...", VARIABLES) for part in parts if re.fullmatch(r"[\w.]+=\S+", part)]
+    load = ["--load-format fse"] if fse and target.engine == "vLLM" else []
+    flags = [part for part in parts if part.startswith("--") and not part.endswith("*")]
+    return " ".join((*variables, COMMANDS[target.engine].format(place), *load, *flags))
