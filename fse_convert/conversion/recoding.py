@@ -16,7 +16,7 @@ from fse_convert.conversion.nan_scan import DAMAGED
 from fse_convert.conversion.source_rows import CHUNK, SourceReader
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import ue8m0
-from fse_convert.layout.mxfp4 import Unencodable, refuse
+from fse_convert.layout.mxfp4 import Unencodable, refuse_where
 from fse_convert.layout.mxfp4_to_fp8 import block_scales, to_fp8
 from fse_convert.layout.sizes import ceil_div
 from fse_convert.layout.to_mxfp4 import from_floats, from_fp8
@@ -84,8 +84,8 @@ def _mxfp4(change: Recoded, reader: SourceReader, first: int, count: int) -> Ten
 
 def _f32(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
     rows = reader.rows(change.sources[0], first, count, None)
-    refuse(rows == ue8m0.NAN, "nan", "the scale is a NaN (0xFF)", 1)
-    refuse(rows == 0, "scale-range", "the scale is 2**-127, which is subnormal in F32, so that servers take it for 0,", 1)
+    refuse_where(rows == ue8m0.NAN, "nan", "the scale is a NaN (0xFF)", 1)
+    refuse_where(rows == 0, "scale-range", "the scale is 2**-127, which is subnormal in F32, so that servers take it for 0,", 1)
     return ue8m0.to_fp32(rows)
 
 

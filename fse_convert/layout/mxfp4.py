@@ -39,7 +39,7 @@ class Unencodable(ValueError):
         return self.sentence()
 
 
-def refuse(bad: Tensor, code: str, reason: str, count: int = GROUP) -> None:
+def refuse_where(bad: Tensor, code: str, reason: str, count: int = GROUP) -> None:
     """Raise Unencodable for the first True of ``bool [n, c]``, each of which stands for ``count`` columns."""
     if bad.any():
         row, column = divmod(int(bad.flatten().to(torch.uint8).argmax()), bad.shape[1])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from fse_convert.layout.mxfp4 import DOUBLED, SIGN, Unencodable, check_groups, refuse
+from fse_convert.layout.mxfp4 import DOUBLED, SIGN, Unencodable, check_groups, refuse_where
 from fse_convert.layout.sizes import ceil_div
 from fse_convert.layout.ue8m0 import GROUP, NAN, expand
 
@@ -79,7 +79,7 @@ def block_scales(w_np: Tensor, sf_ng: Tensor, block: tuple[int, int]) -> Tensor:
     group scale that is NaN, and ValueError for shapes that do not fit.
     """
     _check_shapes(w_np, sf_ng, block)
-    refuse(sf_ng == NAN, "nan", "the group scale is a NaN (0xFF)")
+    refuse_where(sf_ng == NAN, "nan", "the group scale is a NaN (0xFF)")
     e_ng, bits_ng = sf_ng.to(torch.int16), _magnitude_bits(w_np)
     most_ng, least_ng = e_ng + _looked_up(MOST, bits_ng), e_ng + _looked_up(LEAST, bits_ng)
     most, least = -_tile_max(-most_ng, block), _tile_max(least_ng, block)
@@ -110,7 +110,7 @@ def to_mxfp4(codes_nk: Tensor, t: Tensor, sf_ng: Tensor, block: tuple[int, int])
     index = codes_nk.view(torch.int16).view(-1, GROUP // 2).to(torch.int32) & 0xFFFF
     index += _shifts(sf_ng, t, block).view(-1, 1) << 16
     pairs = _decoder().index_select(0, index.view(-1)).view(n, k // 2)
-    refuse(pairs < 0, "tensor-damaged", "no MXFP4 code has this value under its group's scale", 2)
+    refuse_where(pairs < 0, "tensor-damaged", "no MXFP4 code has this value under its group's scale", 2)
     return pairs.to(torch.uint8)
 
 

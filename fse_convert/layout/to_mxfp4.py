@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fse_convert.layout.mxfp4 import SIGN, check_groups, refuse
+from fse_convert.layout.mxfp4 import SIGN, check_groups, refuse_where
 from fse_convert.layout.ue8m0 import GROUP, NAN
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def from_fp8(codes_nk: Tensor, scale_ng: Tensor) -> tuple[Tensor, Tensor]:
     check_groups(codes_nk.shape[1])
     if scale_ng.dtype == torch.uint8:
         return _from_powers_of_two(codes_nk, scale_ng)
-    refuse(~((scale_ng > 0) & scale_ng.isfinite()), "scale-range", "the scale is not a positive number")
+    refuse_where(~((scale_ng > 0) & scale_ng.isfinite()), "scale-range", "the scale is not a positive number")
     fraction, exponent = torch.frexp(scale_ng)
     values = _e4m3_bits().view(torch.bfloat16).double().index_select(0, codes_nk.flatten().to(torch.int32))
     products = values.view(-1, GROUP) * fraction.double().view(-1, 1)
@@ -65,9 +65,9 @@ def from_fp8(codes_nk: Tensor, scale_ng: Tensor) -> tuple[Tensor, Tensor]:
 def _from_powers_of_two(codes_nk: Tensor, scale_ng: Tensor) -> tuple[Tensor, Tensor]:
     """Encode by table: what becomes of E4M3 codes depends on the largest of their group, not on its scale."""
     n, k = codes_nk.shape
-    refuse(scale_ng == NAN, "nan", "the scale is a NaN (0xFF)")
+    refuse_where(scale_ng == NAN, "nan", "the scale is a NaN (0xFF)")
     top_ng = (codes_nk & 0x7F).view(n, -1, GROUP).to(torch.int32).amax(2)
-    refuse(top_ng == 0x7F, "nan", "there is a NaN")
+    refuse_where(top_ng == 0x7F, "nan", "there is a NaN")
     byte_ng = _bytes_of_e4m3().index_select(0, top_ng.flatten()).view_as(top_ng)
     index = codes_nk.view(torch.int16).view(-1, GROUP // 2).to(torch.int32) & 0xFFFF
     index += (byte_ng.view(-1, 1) - FP8_BYTES[0]) << 16
@@ -77,7 +77,7 @@ def _from_powers_of_two(codes_nk: Tensor, scale_ng: Tensor) -> tuple[Tensor, Ten
 
 def _scaled(byte_ng: Tensor, exponent_ng: Tensor, zero_ng: Tensor) -> Tensor:
     byte_ng = (byte_ng + exponent_ng).masked_fill(zero_ng, 0)
-    refuse((byte_ng < 0) | (byte_ng >= NAN), "scale-range", "the MXFP4 scale would not be in 2**-127 to 2**127")
+    refuse_where((byte_ng < 0) | (byte_ng >= NAN), "scale-range", "the MXFP4 scale would not be in 2**-127 to 2**127")
     return byte_ng.to(torch.uint8)
 
 
@@ -87,7 +87,7 @@ def _encoded(bits_nk: Tensor) -> tuple[Tensor, Tensor]:
     check_groups(k)
     magnitude = (bits_nk & 0x7FFF).view(-1, GROUP)
     top = magnitude.to(torch.int32).amax(1)
-    refuse(top.view(n, -1) >= INFINITY, "nan", "there is a NaN or an infinity")
+    refuse_where(top.view(n, -1) >= INFINITY, "nan", "there is a NaN or an infinity")
     byte = _bytes(top)
     pairs = (_codes(magnitude, byte) | bits_nk.view(-1, GROUP) >> 12 & SIGN).view(torch.int32)
     return (pairs | pairs >> 12).to(torch.uint8).view(n, k // 2), byte.view(n, -1)
