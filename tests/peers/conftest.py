@@ -17,3 +17,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def python() -> Path:
     """The interpreter of vLLM's environment, built first where it is missing (about two minutes)."""
     return make_env.ensure("vllm", Path(os.environ.get("FSE_PEERS_VLLM") or wheels.cache_dir() / "vllm"))
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of pytest-xdist share, so that each answer is computed once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "sglang"
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -6,30 +6,23 @@ SGLang 0.5.23 runs in an environment of its own, built by `make_env.py` when it 
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fse_convert.testing.checkpoints import make_checkpoint
-from tests.peers import make_env, vllm_cases, wheels
+from tests.peers import vllm_cases, wheels
+from tests.peers.sglang_run import REPOSITORY, SGLANG_0_5_21, SGLANG_0_5_22, locked, once, published, run_driver
 
 pytestmark = pytest.mark.peers
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
-ENVIRONMENT = Path(os.environ.get("FSE_PEERS_SGLANG", REPOSITORY / ".peers" / "sglang"))
-SGLANG_0_5_21 = wheels.Peer("sglang", "0.5.21", ("sglang/*.py", "sglang/kernels/jit/*", "sglang-*.dist-info/METADATA"))
-SGLANG_0_5_22 = wheels.Peer("sglang", "0.5.22", ("sglang/*.py", "sglang/kernels/jit/*", "sglang-*.dist-info/METADATA"))
 HIDDEN, WIDTH, LAYERS, EXPERTS = 512, 640, 2, 4
 SIZES = {"hidden": HIDDEN, "width": WIDTH, "layers": LAYERS, "experts": EXPERTS, "vocab": 128}
 KINDS: dict[str, dict[str, Any]] = {
@@ -44,22 +37,6 @@ FREED = {
 HOOKS = "sglang.srt.layers.moe.mega_moe.build_mega_moe_"
 
 Answer = dict[str, Any]
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    with path.with_name(f"{path.name}.lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-@pytest.fixture(scope="session")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of pytest-xdist share, so that each answer is computed once."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "sglang"
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -99,36 +76,15 @@ def site(work: Path) -> Path:
     return vllm_cases.dependencies(info.parent)
 
 
-def published(peer: wheels.Peer) -> Path:
-    try:
-        return wheels.fetch(peer)
-    except wheels.PeerUnavailable as error:
-        raise pytest.fail.Exception(str(error), pytrace=False) from None
-
-
 @pytest.fixture(scope="session")
 def ask(work: Path, site: Path) -> Callable[..., Answer]:
     """Run a driver in SGLang's environment, once per set of arguments."""
 
     def run(driver: str, *arguments: object, release: wheels.Peer | None = None, **variables: str) -> Answer:
         name = "-".join([driver, *(Path(str(a)).name for a in arguments), release.version if release else "", *variables.values()])
+        path = [*([published(release)] if release else []), REPOSITORY, variables.pop("site", site)]
         answer = work / (re.sub(r"[^\w.-]+", "_", name) + ".json")
-        with locked(answer):
-            if not answer.exists():
-                published(wheels.SGL_DEEP_GEMM_0_2_3)
-                answer.write_text(json.dumps(call(driver, [str(a) for a in arguments], release, variables)), encoding="utf-8")
-        return json.loads(answer.read_text(encoding="utf-8"))
-
-    def call(driver: str, arguments: list[str], release: wheels.Peer | None, variables: dict[str, str]) -> Any:
-        python = make_env.ensure("sglang", ENVIRONMENT)
-        places = [published(release)] if release else []
-        path = os.pathsep.join(map(str, [*places, REPOSITORY, variables.pop("site", site)]))
-        environment = {k: v for k, v in os.environ.items() if k not in {"SGLANG_PLUGINS", "FSE_CONVERT_SGLANG"}}
-        environment |= {"PYTHONPATH": path, "FSE_PEERS_DIR": str(wheels.cache_dir()), "PYTHONWARNINGS": "ignore", **variables}
-        command = [str(python), str(HERE / "drivers" / f"{driver}.py"), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work, env=environment)
-        assert "@@@" in done.stdout, done.stderr[-4000:]
-        return json.loads(done.stdout.rpartition("@@@")[2])
+        return once(answer, lambda: run_driver(driver, *arguments, folder=work, path=path, **variables))
 
     return run
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ import pytest
 from fse_convert.model.quantization import read_quantization
 from fse_convert.servers.sglang_quark import SglangQuark
 from tests.peers.aiter_cases import FP8_BLOCK, MXFP4, QUARK
+from tests.peers.sglang_run import run_driver
 
 pytestmark = pytest.mark.peers
 
-HERE = Path(__file__).resolve().parent
-ENVIRONMENT = Path(os.environ.get("FSE_PEERS_SGLANG", HERE.parents[1] / ".peers" / "sglang"))
 MODULES = {
     False: {
         "layers.0.attn.wq_a": "model.layers.0.self_attn.wq_a",
@@ -62,16 +59,9 @@ def cases() -> dict[str, dict[str, Any]]:
     return made
 
 
-def test_sglang_reads_quark_as_we_say() -> None:
-    if not (ENVIRONMENT / "bin" / "python").exists():
-        pytest.skip("no environment of SGLang: python tests/peers/make_env.py")
+def test_sglang_reads_quark_as_we_say(work: Path) -> None:
     asked = cases()
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    command = [str(ENVIRONMENT / "bin" / "python"), str(HERE / "drivers" / "sglang_quark_driver.py")]
-    text = json.dumps(list(asked.values()))
-    done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.rpartition("@@@")[2])
+    found = run_driver("sglang_quark_driver", folder=work, given=json.dumps(list(asked.values())))
     assert found["version"] == "0.5.23"
     differ = {}
     for (name, case), theirs in zip(asked.items(), found["answers"], strict=True):

@@ -2,7 +2,7 @@
 
 Each wheel is downloaded by pip, so the index, proxy and certificates are those that pip is configured with. Nothing is
 installed, and no code of the peers is in this repository. ``python tests/peers/wheels.py`` fetches all of them: about
-700 MB are downloaded, less than 1 MB is kept.
+700 MB are downloaded, less than 10 MB are kept.
 
 ``FSE_PEERS_DIR``: where the files are kept; ``.peers`` in the repository unless set.
 ``FSE_PEERS=off``: the tests skip themselves.
@@ -73,7 +73,8 @@ SGLANG_0_5_23 = Peer(
     "0.5.23",
     ("sglang/srt/layers/moe/mega_moe.py", "sglang/srt/layers/quantization/fp8_utils.py"),
 )
-PEERS = (SGL_DEEP_GEMM_0_1_7, SGL_DEEP_GEMM_0_2_3, SGL_DEEP_GEMM_0_2_5, SGLANG_0_5_23, VLLM_0_30, VLLM_0_33)
+TORCHAO_0_18 = Peer("torchao", "0.18.0", ("torchao/*.py", "torchao-*.dist-info/METADATA"))
+PEERS = (SGL_DEEP_GEMM_0_1_7, SGL_DEEP_GEMM_0_2_3, SGL_DEEP_GEMM_0_2_5, SGLANG_0_5_23, TORCHAO_0_18, VLLM_0_30, VLLM_0_33)
 
 _failed: dict[Peer, str] = {}
 
