@@ -37,8 +37,17 @@ READS = {"plan.source"}
 """Files of pure rooms that read: the one place where a source is opened."""
 IO = {"os", "io", "shutil", "tempfile", "subprocess", "socket", "mmap", "fcntl", "pathlib", "click", "rich", "huggingface_hub"}
 TERMINAL = {"click", "rich", "jinja2"}
-FLOATS = {"layout.ue8m0", "conversion.writer", "serving.sglang.modules", "verification", "testing"}
-"""Rooms and files that compute with floats: F32 scales to exponents, experts for the proof, a server's own scales."""
+FLOATS = {
+    "layout.ue8m0",
+    "layout.to_mxfp4",
+    "conversion.recoding",
+    "conversion.writer",
+    "serving.sglang.modules",
+    "verification",
+    "testing",
+}
+"""Rooms and files that compute with floats: F32 scales to exponents, floats that become MXFP4, experts for the proof, a server's
+own scales."""
 
 
 def module_name(path: Path) -> str:

@@ -36,7 +36,8 @@ def shard_jobs(plan: Plan, link: Link, way: str) -> list[Job]:
 def _write(shard: OutputShard, plan: Plan) -> Job:
     def write(path: Path, advance: Advance) -> str:
         with one_torch_thread():
-            from fse_convert.conversion.writer import open_reader, write_shard
+            from fse_convert.conversion.source_rows import open_reader
+            from fse_convert.conversion.writer import write_shard
 
             with open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
                 write_shard(shard, reader, path, advance)

@@ -7,87 +7,24 @@ scanned for NaN codes on the way, since one NaN in a padded or fused expert woul
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.checkpoint.reader import Shard
-from fse_convert.conversion.nan_scan import DAMAGED
+from fse_convert.conversion.recoding import recoded_rows
+from fse_convert.conversion.source_rows import CHUNK, SourceReader
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import megamoe, ue8m0
 from fse_convert.layout.padding import pad
-from fse_convert.model.formats import NAN_BYTES, NAN_WORDS, NaN
+from fse_convert.model.formats import NaN
 from fse_convert.model.moe import Role
-from fse_convert.output.copying import copy_range, new_file, read_into, write_all, writing_back
-from fse_convert.plan.tensors import Computed, Copied, OutputShard, Padded, SharedExpert, Tripwire, matrix
+from fse_convert.output.copying import copy_range, new_file, write_all, writing_back
+from fse_convert.plan.tensors import Change, Computed, Copied, OutputShard, OutputTensor, Padded, Recoded, SharedExpert, Tripwire
 from fse_convert.progress import Advance
 from fse_convert.sidecar.tensors import KernelTensorName
-
-CHUNK = 1 << 20
-"""Bytes of source that are in memory at once, per stream: they stay in the cache between being read and being written."""
-
-
-class SourceReader:
-    """Reads tensors of one checkpoint's shards; keeps one descriptor per shard open."""
-
-    def __init__(self, folder: LocalFolder, shards: tuple[Shard, ...]) -> None:
-        self.folder = folder
-        self.starts = {s.name: s.header.data_start for s in shards}
-        self.descriptors: dict[str, int] = {}
-        self.buffers: dict[int, bytearray] = {}
-
-    def close(self) -> None:
-        """Close all descriptors."""
-        for fd in self.descriptors.values():
-            os.close(fd)
-        self.descriptors.clear()
-
-    def check(self, *names: str) -> None:
-        """Refuse shards that changed since their headers were read; all that are open by default."""
-        for name in names or self.descriptors:
-            self.folder.check(name, os.fstat(self.descriptors[name]))
-
-    def locate(self, info: TensorInfo) -> tuple[int, int]:
-        """Return descriptor and file offset of a tensor's first byte."""
-        if info.shard not in self.descriptors:
-            self.descriptors[info.shard] = os.open(self.folder.path(info.shard), os.O_RDONLY | os.O_CLOEXEC)
-            self.check(info.shard)
-        return self.descriptors[info.shard], self.starts[info.shard] + info.start
-
-    def rows(self, info: TensorInfo, first: int, count: int, nan: NaN | None, slot: int = 0) -> Tensor:
-        """Read rows ``[first, first + count)`` of a stored matrix as uint8 ``[count, row_bytes]``; refuse a NaN code.
-
-        The rows lie in a buffer that the next read into the same ``slot`` overwrites: touching new memory costs more than reading.
-        """
-        _, row_bytes = matrix(info)
-        fd, start = self.locate(info)
-        size = count * row_bytes
-        if len(self.buffers.get(slot, b"")) < size:
-            self.buffers[slot] = bytearray(size)
-        buffer = self.buffers[slot]
-        read_into(fd, memoryview(buffer)[:size], start + first * row_bytes)
-        rows = torch.frombuffer(buffer, dtype=torch.uint8, count=size).view(count, row_bytes)
-        if nan:
-            _refuse_nan(rows, buffer, nan, info, first)
-        return rows
-
-
-@contextmanager
-def open_reader(folder: LocalFolder, shards: tuple[Shard, ...]) -> Iterator[SourceReader]:
-    """Open a `SourceReader`; afterwards, check that the source is still what it was, and close it."""
-    reader = SourceReader(folder, shards)
-    try:
-        yield reader
-        reader.check()
-    finally:
-        reader.close()
 
 
 def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: Advance) -> None:
@@ -96,19 +33,18 @@ def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: A
         write_all(fd, shard.header)
         advance = writing_back(fd, advance)
         advance(len(shard.header))
-        for copied, run in groupby(shard.tensors, lambda t: isinstance(t.change, Copied)):
-            tensors = list(run)
-            if copied:
-                first, last = tensors[0].change.sources[0], tensors[-1].change.sources[0]
-                _copy(fd, first, last.end - first.start, reader, advance)
-                continue
-            for tensor in tensors:
-                if isinstance(tensor.change, Padded):
-                    _write_padded(fd, tensor.change, reader, advance)
-                elif isinstance(tensor.change, Computed):
-                    _write(fd, kernel_rows(tensor.change, reader), advance)
-                elif not isinstance(tensor.change, Tripwire):
-                    raise TypeError(f"{tensor.name}: no way to write {type(tensor.change).__name__}")
+        for tensor, length in _runs(shard.tensors):
+            change = tensor.change
+            if isinstance(change, Copied):
+                _copy(fd, change.source, length, reader, advance)
+            elif isinstance(change, Padded):
+                _write_padded(fd, change, reader, advance)
+            elif isinstance(change, Recoded):
+                _write(fd, recoded_rows(change, reader), advance)
+            elif isinstance(change, Computed):
+                _write(fd, kernel_rows(change, reader), advance)
+            elif not isinstance(change, Tripwire):
+                raise TypeError(f"{tensor.name}: no way to write {type(change).__name__}")
 
 
 def padded_rows(change: Padded, reader: SourceReader) -> Iterator[Tensor]:
@@ -175,6 +111,22 @@ def e8m0_bytes(rows: Tensor, info: TensorInfo) -> Tensor:
         ) from e
 
 
+def _runs(tensors: tuple[OutputTensor, ...]) -> Iterator[tuple[OutputTensor, int]]:
+    """Yield tensors and their bytes in file order; those that are copied from one stretch of a shard are one, under the first's."""
+    run: list[OutputTensor] = []
+    for tensor in tensors:
+        if run and not _continues(run[-1].change, tensor.change):
+            yield run[0], tensor.start - run[0].start
+            run = []
+        run.append(tensor)
+    if run:
+        yield run[0], run[-1].end - run[0].start
+
+
+def _continues(a: Change, b: Change) -> bool:
+    return isinstance(a, Copied) and isinstance(b, Copied) and (a.source.shard, a.source.end) == (b.source.shard, b.source.start)
+
+
 def _l1_weight(shared: SharedExpert, reader: SourceReader) -> Iterator[Tensor]:
     h, width = shared.group.hidden, shared.group.width
     step = max(megamoe.INTERLEAVE, CHUNK // h // megamoe.INTERLEAVE * megamoe.INTERLEAVE)
@@ -232,24 +184,3 @@ def _bytes(rows: Tensor) -> memoryview:
     array = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
     array._keep = storage  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
-
-
-def _refuse_nan(rows: Tensor, raw: bytearray, nan: NaN, info: TensorInfo, first: int) -> None:
-    at = _first_nan(rows, raw, nan)
-    if at < 0:
-        return
-    size, _ = NAN_WORDS.get(nan, (1, 0))
-    columns = rows.shape[1] // size
-    code = bytes(raw[at * size : (at + 1) * size])[::-1].hex().upper()
-    message = f"NaN code 0x{code} at row {first + at // columns}, column {at % columns}"
-    raise InvalidCheckpoint(Problem("nan", message, f"{info.shard}: {info.name}", DAMAGED))
-
-
-def _first_nan(rows: Tensor, raw: bytearray, nan: NaN) -> int:
-    """Return the index of the first NaN element, or -1. Bytes are searched at memory speed, wider floats as integers."""
-    if nan in NAN_BYTES:
-        found = [i for i in (raw.find(code, 0, rows.numel()) for code in NAN_BYTES[nan]) if i >= 0]
-        return min(found, default=-1)
-    size, infinity = NAN_WORDS[nan]
-    hits = (rows.view({2: torch.int16, 4: torch.int32}[size]) & (1 << 8 * size - 1) - 1) > infinity
-    return int(hits.flatten().to(torch.uint8).argmax()) if hits.any() else -1

@@ -49,7 +49,7 @@ def to_fp32(scale: Tensor) -> Tensor:
 def expand(scale: Tensor, n: int, k: int, block_n: int, block_k: int) -> Tensor:
     """Repeat block scales to one byte per row and 32 columns; a last group may be partial.
 
-    ``scale``: uint8 ``[ceil(n / block_n), ceil(k / block_k)]``. Returns uint8 ``[n, ceil(k / 32)]``.
+    ``scale``: uint8 (or any other dtype) ``[ceil(n / block_n), ceil(k / block_k)]``. Returns ``[n, ceil(k / 32)]`` of that dtype.
     Raises ValueError when ``block_k`` is not a multiple of 32 or the shape does not tile ``[n, k]``.
     Rule: vLLM 0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py, ``_pack_scale``.
     """

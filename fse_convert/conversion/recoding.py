@@ -1,0 +1,92 @@
+"""Tensors in another format, as chunks of rows: bands of whole blocks are read, coded by `fse_convert.layout`, and handed on.
+
+A band has `CHUNK` bytes, or one row of blocks where that is more. A weight and its scale are two tensors of the output, and
+each reads and computes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fse_convert.checkpoint.header import element_bytes
+from fse_convert.conversion.nan_scan import DAMAGED
+from fse_convert.conversion.source_rows import CHUNK, SourceReader
+from fse_convert.errors import InvalidCheckpoint, Problem
+from fse_convert.layout import ue8m0
+from fse_convert.layout.mxfp4 import Unencodable, refuse
+from fse_convert.layout.mxfp4_to_fp8 import block_scales, to_fp8
+from fse_convert.layout.sizes import ceil_div
+from fse_convert.layout.to_mxfp4 import from_floats, from_fp8
+from fse_convert.plan.tensors import Recoded, Rule, matrix
+
+FLOATS: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+HINTS: Mapping[str, str] = {
+    "nan": DAMAGED,
+    "scale-range": "quantise this tensor again from its original",
+    "tile-span": "keep the experts in MXFP4, or quantise them again from their original",
+}
+
+
+def recoded_rows(change: Recoded, reader: SourceReader) -> Iterator[Tensor]:
+    """Yield one tensor of the output as uint8 chunks in file order.
+
+    Raises InvalidCheckpoint for a value that the other format cannot hold, with the tensor, row and columns.
+    """
+    rows, unit, row_bytes = _extent(change)
+    step = max(1, CHUNK // (unit * row_bytes)) * unit
+    for first in range(0, rows, step):
+        try:
+            chunk = CODERS[change.rule](change, reader, first, min(step, rows - first))
+        except Unencodable as e:
+            info = change.sources[0]
+            where = f"{info.shard}: {info.name}"
+            raise InvalidCheckpoint(Problem(e.code, e.sentence(first), where, HINTS[e.code])) from e
+        yield chunk.view(torch.uint8)
+
+
+def _extent(change: Recoded) -> tuple[int, int, int]:
+    """Return rows, how many of them belong together, and the bytes that one has at its widest: bits of floats are F32's."""
+    info = change.sources[0]
+    if change.rule is Rule.F32:
+        rows, row_bytes = matrix(info)
+        return rows, 1, element_bytes("F32") * row_bytes
+    rows, columns = change.shape
+    return rows, _block(change)[0], columns * element_bytes("F8_E4M3" if change.rule is Rule.FP8 else "F32")
+
+
+def _block(change: Recoded) -> tuple[int, int]:
+    """Return the rows and columns that share a scale; floats have none, and are coded group by group."""
+    return change.block or (1, ue8m0.GROUP)
+
+
+def _fp8(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
+    weight, scale = change.sources
+    w_np, sf_ng = (reader.rows(info, first, count, None, slot) for slot, info in enumerate((weight, scale)))
+    if change.is_scale:
+        return ue8m0.to_fp32(block_scales(w_np, sf_ng, _block(change)))
+    return to_fp8(w_np, sf_ng, _block(change))[0]
+
+
+def _mxfp4(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
+    weight, *scales = change.sources
+    rows = reader.rows(weight, first, count, None)
+    if not scales:
+        return from_floats(rows.view(FLOATS[weight.dtype]))[change.is_scale]
+    (n, k), block = (count, change.shape[1]), _block(change)
+    stored = reader.rows(scales[0], first // block[0], ceil_div(n, block[0]), None, 1)
+    if scales[0].dtype in FLOATS:
+        stored = stored.view(FLOATS[scales[0].dtype]).float()
+    return from_fp8(rows, ue8m0.expand(stored, n, k, *block))[change.is_scale]
+
+
+def _f32(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
+    rows = reader.rows(change.sources[0], first, count, None)
+    refuse(rows == ue8m0.NAN, "nan", "the scale is a NaN (0xFF)", 1)
+    refuse(rows == 0, "scale-range", "the scale is 2**-127, which is subnormal in F32, so that servers take it for 0,", 1)
+    return ue8m0.to_fp32(rows)
+
+
+CODERS: Mapping[Rule, Callable[[Recoded, SourceReader, int, int], Tensor]] = {Rule.FP8: _fp8, Rule.MXFP4: _mxfp4, Rule.F32: _f32}
