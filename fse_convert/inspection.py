@@ -6,7 +6,7 @@ Of the payload nothing is read but F32 scales of a local checkpoint's experts, w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
@@ -18,6 +18,7 @@ from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.decide import planner
+from fse_convert.plan.offers import Offers, make_offers
 from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.plan.widths import contract_widths
 from fse_convert.servers.judge import Answer, judge
@@ -32,7 +33,8 @@ class Inspection:
 
     ``problems``: what is broken; ``unsupported``: what is whole but not understood; ``conflicts``: where config and headers
     contradict each other; ``notes``: what to know.
-    ``costs`` is None without experts of one width. ``converted``: whether fse-convert wrote the folder.
+    ``costs`` is None without experts of one width. ``converted``: whether fse-convert wrote the folder. ``offers``: changes of
+    format that would help.
     """
 
     checkpoint: Checkpoint
@@ -45,6 +47,7 @@ class Inspection:
     conflicts: tuple[Problem, ...]
     notes: tuple[Problem, ...]
     converted: bool
+    offers: Offers = field(default_factory=Offers)
 
     @property
     def description(self) -> Description:
@@ -85,17 +88,20 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
         sizes = unstated(family, checkpoint.config, description.n_shared) if family else ()
         conflicts = (*description.conflicts, *sizes)
     answers = tuple(_without_false_yes(a, broken, unsupported, conflicts) for a in judge(about))
+    place = folder.label if isinstance(folder, LocalFolder) else "CHECKPOINT"
+    asked = tuple(a for a in answers if not names or a.name in names)
     return Inspection(
         checkpoint,
         about,
-        tuple(a for a in answers if not names or a.name in names),
+        asked,
         costs(description, serving, widths) if description.widths else None,
-        advise(about, answers, plans, serving.tp, place=folder.label if isinstance(folder, LocalFolder) else "CHECKPOINT"),
+        advise(about, answers, plans, serving.tp, place=place),
         broken,
         unsupported,
         conflicts,
         checkpoint.notes,
         reading.converted,
+        make_offers(asked, plans, checkpoint, place),
     )
 
 

@@ -12,8 +12,8 @@ from fse_convert.plan.costs import Serving, padding, uneven
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.widths import needed_width
-from fse_convert.servers.judge import native_layer
-from fse_convert.servers.targets import MEGAMOE_128, TARGETS, Target, find_target
+from fse_convert.servers.judge import judge, native_layer
+from fse_convert.servers.targets import CONTRACT, MEGAMOE_128, TARGETS, Target, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole
 
 EXAMPLE_EP = 8
@@ -22,7 +22,8 @@ EXAMPLE_EP = 8
 
 def notes(plan: Plan, *, size: Callable[[float], str]) -> list[Problem]:
     """Collect them. ``size``: how bytes are written."""
-    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size), refusal(plan), _drafter(plan))
+    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size), refusal(plan), _drafter(plan),
+           _served(plan))  # fmt: skip
     found = [n for n in own if n]
     return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *config_notes(plan), *_stale(plan)]
 
@@ -118,6 +119,23 @@ def _drafter(plan: Plan) -> Problem | None:
         return Problem("drafter-unsafe", f"{plan.options.goal} fuses the decoder layers, but not with the drafter: {reasons}",
                        hint="serve without speculative decoding, or without fusion")  # fmt: skip
     return Problem("drafter-unfused", f"{plan.options.goal} fuses the decoder layers; the drafter's run unfused: {reasons}")
+
+
+def _served(plan: Plan) -> Problem | None:
+    """Say which servers fuse the output, where none was named."""
+    if plan.options.target:
+        return None
+    answers = [a for a in judge(plan.decision.after.subject) if a.engine != CONTRACT]
+    said = [
+        f"{releases(chosen, answers)} {does}"
+        for chosen, does in (
+            ([a for a in answers if a.fused], "fuse the output"),
+            ([a for a in answers if a.model.outcome is Outcome.UNSAFE], "would fail to load it or compute wrong numbers"),
+        )
+        if chosen
+    ]
+    hints = dict.fromkeys(r.hint for a in answers if a.model.outcome is Outcome.UNSAFE for r in a.model.reasons if r.hint)
+    return Problem("output-served", "; ".join(said) or "no server that is known fuses the output", hint="; or ".join(hints))
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:

@@ -76,13 +76,13 @@ def _layers(plan: Plan) -> Table:
         d = v.layer
         return (d.layer.kind, len(d.layer.routed), d.routed and d.routed.label, d.shared and d.shared.label, v.verdict)
 
-    table = boxed("layers", "routed experts", "shared expert", plan.options.goal)
+    table = boxed("layers", "routed experts", "shared expert", *([plan.options.goal] if plan.options.goal else []))
     said = ("does not fit", "fits") if plan.options.contract else ("is not fused", "fused")
     for names, judged in runs(plan.decision.verdicts, alike, lambda v: v.layer.layer.name):
         d, verdict = judged.layer, judged.verdict
         routed = f"{len(d.layer.routed)} x {d.routed.label}" if d.routed else "-"
         fit = [said[verdict.fused], *(f"{r.code}: {r.message}" for r in verdict.reasons)]
-        table.add_row(names, routed, d.shared.label if d.shared else "-", "\n".join(fit))
+        table.add_row(names, routed, d.shared.label if d.shared else "-", *(["\n".join(fit)] if plan.options.goal else []))
     return table
 
 

@@ -48,7 +48,7 @@ def shared_mxfp4(subject: Subject) -> Result:
         tensors |= _mxfp4(matrix)
     return FormatChange(
         name=NAME,
-        does=f"codes the shared experts of {len(layers)} layers as MXFP4, which rounds their values",
+        does=f"codes the shared experts of {len(layers)} layer{'s' if len(layers) > 1 else ''} as MXFP4, which rounds their values",
         lossless=False,
         tensors=tensors,
         config=edit.config() if edit else (ConfigChange(("quantization_config",), quark_config(subject, names)),),

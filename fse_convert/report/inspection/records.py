@@ -33,6 +33,7 @@ class InspectionRecord(Response, kw_only=True):
     required: list[RequiredRecord]
     costs: CostsRecord | None
     advice: AdviceRecord
+    offers: list[OfferRecord]
     problems: Sequence[Problem]
     unsupported: Sequence[Problem]
     conflicts: Sequence[Problem]
@@ -129,6 +130,18 @@ class PaddingRecord(Record):
     work: float
 
 
+class OfferRecord(Record):
+    """Changes of format after which ``targets`` would fuse the checkpoint. ``bytes``: by which the standard layout grows."""
+
+    targets: list[str]
+    does: Sequence[str]
+    lossless: bool
+    bytes: int
+    originals: int
+    drafter: str
+    command: str
+
+
 class AdviceRecord(Record):
     """What to do."""
 
@@ -161,6 +174,7 @@ def inspection_record(view: View) -> InspectionRecord:
         required=[RequiredRecord(target=row.label, fused=row.fused, passed=row.fused) for row in view.required],
         costs=_costs(found.costs) if found.costs else None,
         advice=AdviceRecord(sentences=found.advice.sentences, command=found.advice.command or None),
+        offers=[fill(OfferRecord, offer, targets=[t.name for t in offer.targets]) for offer in found.offers.offers],
     )
 
 

@@ -110,6 +110,10 @@ def _advice(view: View) -> Iterator[RenderableType]:
         yield _line(sentence, "bold")
     if advice.command:
         yield Padding.indent(Text(f"{advice.command}  {view.advised_cost}".rstrip()), 2)
+    for sentence, command in view.offers:
+        yield _line(sentence)
+        if command:
+            yield Padding.indent(Text(command), 2)
 
 
 def _sections(view: View, columns: int, *, unicode: bool) -> Iterator[RenderableType]:

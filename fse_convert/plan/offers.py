@@ -1,0 +1,107 @@
+"""Which changes of format would make which servers fuse a checkpoint: what is lost, what it costs on disk, and the command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fse_convert.checkpoint.reader import Checkpoint
+from fse_convert.plan.advice import NO_PATH, Plans, releases, server_of
+from fse_convert.plan.changes.search import FITS, misfit
+from fse_convert.plan.plan import Decision, Options
+from fse_convert.servers.aiter.question import AiterTarget
+from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, Question
+from fse_convert.servers.targets import CONTRACT
+from fse_convert.servers.verdict import Outcome
+
+DRAFTER = ("", "; the drafter's layers run unfused", "; not with the drafter, which fails")
+"""What comes of the drafter, by `misfit`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A list of changes, and the servers that fuse the output.
+
+    ``bytes``: by which the standard layout grows; ``originals``: kept in ``fse/`` for ``restore``. ``drafter``: what comes of it,
+    as the end of a sentence.
+    """
+
+    targets: tuple[AnyTarget, ...]
+    does: tuple[str, ...]
+    lossless: bool
+    bytes: int
+    originals: int
+    drafter: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What changes of format can do. ``helpless``: servers that no known change makes fuse the checkpoint."""
+
+    offers: tuple[Offer, ...] = ()
+    helpless: tuple[AnyTarget, ...] = ()
+
+    def lines(self, size: Callable[[float], str]) -> Iterator[tuple[str, str]]:
+        """Yield a sentence and its command per offer, and a sentence about the servers that nothing helps.
+
+        ``size``: how bytes are written.
+        """
+        for offer in self.offers:
+            lost = "lossless" if offer.lossless else "lossy"
+            grows = f"{'+' if offer.bytes >= 0 else '-'}{size(abs(offer.bytes))}"
+            kept = f", originals in fse/ {size(offer.originals)}" if offer.originals else ""
+            does, who = " and ".join(offer.does), releases(offer.targets, ALL_TARGETS)
+            yield f"{who} would fuse it after a change that {does} ({lost}; {grows}{kept}){offer.drafter}.", offer.command
+        if self.helpless:
+            yield f"No change of format is known to help {releases(self.helpless, ALL_TARGETS)}.", ""
+
+
+def make_offers(answers: Sequence[Answer], plans: Plans, source: Checkpoint, place: str) -> Offers:
+    """Try every server that does not fuse a checkpoint as it is, without loss and with it. ``place``: the checkpoint's path."""
+    by_name = {target.name: target for target in ALL_TARGETS}
+    found: dict[tuple[tuple[str, ...], int], tuple[Decision, list[AnyTarget], bool]] = {}
+    helpless = []
+    for answer in (a for a in answers if not a.fused and a.engine != CONTRACT and _has_path(a)):
+        target, helped = by_name[answer.name], False
+        if isinstance(target, AiterTarget) and target.heterogeneous:
+            continue  # no format gives a model that kernel
+        for lossy in (False, True):
+            decision = plans(Options(target, lossy=lossy))
+            if decision is None or misfit(decision) > FITS:
+                continue
+            helped = True
+            if not decision.changes:
+                break
+            key = tuple(change.name for change in decision.changes), misfit(decision)
+            _, targets, _ = found.setdefault(key, (decision, [], lossy))
+            if target not in targets:
+                targets.append(target)
+        if not helped and answer.question is not Question.NATIVE:
+            helpless.append(target)
+    made = []
+    for decision, targets, lossy in found.values():
+        newest = [t for t in targets if server_of(t) == server_of(targets[0])][-1]
+        command = f"fse-convert {shlex.quote(place)} OUT --target {newest.name}{' --lossy' if lossy else ''}"
+        made.append(_offer(decision, tuple(targets), source, command))
+    return Offers(tuple(sorted(made, key=lambda offer: not offer.lossless)), tuple(helpless))
+
+
+def _has_path(answer: Answer) -> bool:
+    """Tell whether a server has a path for the model at all, as far as is known."""
+    known = answer.model.outcome is not Outcome.UNKNOWN
+    return known and not NO_PATH.intersection(reason.code for reason in answer.model.reasons)
+
+
+def _offer(decision: Decision, targets: tuple[AnyTarget, ...], source: Checkpoint, command: str) -> Offer:
+    kept = frozenset[str]().union(*(change.originals for change in decision.changes))
+    return Offer(
+        targets=targets,
+        does=tuple(change.does for change in decision.changes),
+        lossless=all(change.lossless for change in decision.changes),
+        bytes=decision.after.checkpoint.total_size - source.total_size,
+        originals=sum(source.tensors[name].nbytes for name in kept),
+        drafter=DRAFTER[misfit(decision)],
+        command=command,
+    )
