@@ -32,9 +32,10 @@ from fse_convert.verification.findings import (
 )
 from fse_convert.verification.kernel import KernelProbe, KernelResult, check_kernel, probe
 from fse_convert.verification.numerics import NumericsResult, check_numerics, sample_hidden_states
-from fse_convert.verification.pieces import SourceTensors, block_scales
+from fse_convert.verification.pieces import block_scales
 from fse_convert.verification.storage import choose
 from fse_convert.verification.stream import InputFiles
+from fse_convert.verification.tensors import SourceTensors
 
 CPU = torch.device("cpu")
 WORKERS = max(1, min(4, os.cpu_count() or 1))

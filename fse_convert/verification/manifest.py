@@ -16,7 +16,7 @@ import msgspec
 import fse_convert
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.header import LENGTH_BYTES
+from fse_convert.checkpoint.header import LENGTH_BYTES, TensorInfo
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import InvalidCheckpoint, NotConvertible
 from fse_convert.plan.manifest import draft_manifest, shard_identities, small_digests
@@ -35,7 +35,7 @@ from fse_convert.sidecar.manifest import (
     read_value,
     typed,
 )
-from fse_convert.verification.expected import ExpectedOutput, swiglu_limit
+from fse_convert.verification.expected import ExpectedOutput, Padded, swiglu_limit
 from fse_convert.verification.findings import (
     ABSENT,
     BOUND,
@@ -116,9 +116,11 @@ def plan_again(manifest: Manifest, source: Source) -> Plan | Mismatch:
 
 def derived_keys(expected: ExpectedOutput) -> dict[str, Any]:
     """Return the keys of the manifest that are derived apart from the planner: a conversion drafts all others from its plan."""
-    tensors = (t for s in expected.source.checkpoint.shards for t in s.header.tensors)
-    padded = {t.name: list(t.shape) for t in tensors if t.name in expected.padded}
-    return {"config_edits": msgspec.to_builtins(expected.config_edits), "padded": padded}
+    padded = {t.name: list(t.holds.info.shape) for t in expected.tensors if isinstance(t.holds, Padded)}
+    copied = ((t.name, t.holds.name) for t in expected.tensors if isinstance(t.holds, TensorInfo))
+    renamed = {name: old for name, old in copied if name != old}
+    derived = {"config_edits": msgspec.to_builtins(expected.config_edits), "padded": padded}
+    return {**derived, "renamed": renamed} if renamed else derived
 
 
 def expected_manifest(expected: ExpectedOutput, texts: Mapping[str, bytes], manifest: Manifest) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from torch import Tensor
 from fse_convert.errors import EnvironmentFailure, Problem
 from fse_convert.model.moe import Role
 from fse_convert.verification.addresses import GROUP, ONE, ExpertWeights, KernelLayout, Rows, SourceLayout
+from fse_convert.verification.decode import decode_codes, decode_scales
 
 E4M3_MAX = 448.0
 WORKING_SET = 48 << 20
@@ -47,23 +48,6 @@ def _sigmoid_table(device: torch.device) -> Tensor:
     """Return ``1 / (1 + exp(-g))`` in FP32 for every BF16 ``g``, by its bits; computed on the CPU: the same on every device."""
     g = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     return (1 / (1 + torch.exp(-g.double()).float())).to(device)
-
-
-@functools.cache
-def _scale_table(device: torch.device) -> Tensor:
-    values = torch.pow(2.0, torch.arange(-127, 129, dtype=torch.float64))
-    values[0xFF] = math.nan
-    return values.to(device)
-
-
-def decode_codes(codes: Tensor) -> Tensor:
-    """Decode E4M3 codes (uint8, any shape) to float64, exactly; 0x7F and 0xFF give NaN."""
-    return codes.view(torch.float8_e4m3fn).double()
-
-
-def decode_scales(scale: Tensor) -> Tensor:
-    """Decode UE8M0 bytes (uint8, any shape) to float64, exactly: ``2 ** (byte - 127)``; 0xFF gives NaN."""
-    return _scale_table(scale.device)[scale.int()]
 
 
 def quantize_input(x: Tensor) -> Rows:
