@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.model.description import ExpertGroup
-from fse_convert.model.moe import Role
 from fse_convert.verification.addresses import GROUP
 from fse_convert.verification.stream import Memory
 from fse_convert.verification.tensors import SourceTensors
@@ -88,34 +86,3 @@ class Matrix:
         values = stored.view(FLOATS[dtype]).double() if dtype in FLOATS else decode_scales(stored)
         row, group = torch.arange(start, stop) // bm - first, torch.arange(0, self.shape[1], GROUP) // bk
         return values[row[:, None], group]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredExpert:
-    """An expert by its three matrices, in whatever format."""
-
-    projections: Mapping[Role, Matrix]
-
-    @classmethod
-    def of(cls, group: ExpertGroup, number: int, tensors: SourceTensors) -> StoredExpert:
-        """Find expert ``number`` of a group among the tensors of a checkpoint."""
-        matrices = {}
-        for role, projection in group.experts[number].projections.items():
-            f = group.formats[role]
-            scale = projection.parts[f.scale] if f.scale else None
-            matrices[role] = Matrix(projection.parts[f.weight], scale, f.shape, f.block, tensors)
-        return cls(matrices)
-
-    @property
-    def hidden(self) -> int:
-        """Return H."""
-        return self.projections[Role.GATE].shape[1]
-
-    @property
-    def width(self) -> int:
-        """Return S."""
-        return self.projections[Role.GATE].shape[0]
-
-    def values(self, role: Role, start: int, stop: int) -> Tensor:
-        """Return rows of gate, up or down as float64."""
-        return self.projections[role].values(start, stop)

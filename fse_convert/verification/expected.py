@@ -21,10 +21,10 @@ from fse_convert.model.moe import Role
 from fse_convert.plan.changes.change import ConfigChange, changed_config
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.plan.source import Source
-from fse_convert.plan.tensors import Computed, Recoded
+from fse_convert.plan.tensors import Computed, Recoded, Rule
 from fse_convert.sidecar.manifest import FUSED, ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix, original_name, originals_file
-from fse_convert.verification.findings import LayerCoverage, Sample
+from fse_convert.verification.findings import SEED, LayerCoverage, Sample, choose
 from fse_convert.verification.stand_ins import Tensors, kept_originals, stand_ins
 
 PACKED = 128
@@ -87,6 +87,11 @@ class KernelExpert:
         return self.group.experts[0].projections[role].parts[(f.scale or "") if scale else f.weight]
 
     @property
+    def name(self) -> str:
+        """The name under which the proof tells of it."""
+        return self.prefix
+
+    @property
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and stored shape by name, as vLLM 0.33 registers them; scales are stored transposed (MN-major)."""
         h, s = self.group.hidden, self.width
@@ -96,6 +101,27 @@ class KernelExpert:
             f"{self.prefix}.shared_l2_weight": ("F8_E4M3", (h, s)),
             f"{self.prefix}.shared_l2_weight_scale": ("I32", (s // PACKED, h)),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class RecodedExpert:
+    """An expert in another format: expert ``number`` of a group of ``layer``. ``lossless``: whether all values stay."""
+
+    name: str
+    layer: str
+    group: ExpertGroup
+    number: int
+    lossless: bool
+
+    @property
+    def width(self) -> int:
+        """Width of the expert."""
+        return self.group.width
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of its matrices."""
+        return tuple(p.name for p in self.group.experts[self.number].projections.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +188,24 @@ class ExpectedOutput:
                 elif isinstance(value, list) and value and value == [old] * len(value):
                     edits.append(ConfigEdit(section=section, key=width_key.key, old=value, new=[new] * len(value)))
         return edits
+
+    @property
+    def recoded(self) -> Iterator[RecodedExpert]:
+        """The experts whose format changes and that are computed: one routed expert of every layer, and the shared ones."""
+        rules = {source.name: t.holds.rule for t in self.tensors if isinstance(t.holds, Recoded) for source in t.holds.sources}
+        for d in self.source.description.layers:
+            for group in d.groups:
+                chosen = choose(Sample(1, SEED), {"": [e.name for e in group.experts]})
+                number, expert = next((i, e) for i, e in enumerate(group.experts) if e.name in chosen)
+                parts = (info.name for projection in expert.projections.values() for info in projection.parts.values())
+                used = {rules[name] for name in parts if name in rules}
+                if used:
+                    yield RecodedExpert(expert.name, d.layer.name, group, number, Rule.MXFP4 not in used)
+
+    @property
+    def computed_layers(self) -> int:
+        """How many layers have an expert that is computed from both sides."""
+        return len({e.prefix for e in self.experts} | {kernel_prefix(e.layer) for e in self.recoded})
 
     @property
     def files(self) -> dict[str, list[KernelExpert]]:

@@ -181,7 +181,7 @@ def _kernel_rows(t: TensorInfo, expert: KernelExpert, source: SourceTensors) -> 
         return Rows(2 * s, h, partial(_l1_rows, expert, source), lambda row, _: _of_row(l1_weight_rows, row) >= width, 16)
     if part == KernelTensorName.L2_WEIGHT:
         return _padded_rows(Padded(expert.tensor(Role.DOWN, scale=False), (h, s), b"\0"), source)
-    gate, up, down = (block_scales(expert, role, source) for role in Role)
+    gate, up, down = (block_scales(expert.tensor(role, scale=True), expert.group.formats[role], source) for role in Role)
     if part == KernelTensorName.L1_SCALE:
         return _scale_rows(
             t, lambda words: l1_scale_bytes(gate, up, s, words), lambda _, at: _of_row(l1_scale_rows, at // 4) >= width
@@ -222,12 +222,7 @@ def _scale_rows(t: TensorInfo, compute: Callable[[range], Tensor], is_padding: C
     return Rows(words, 4 * physical_rows, expected, is_padding)
 
 
-def block_scales(expert: KernelExpert, role: Role, source: SourceTensors) -> BlockScales:
-    """Read the scales of one projection of the source; raises ValueError when FP32 scales are not powers of two."""
-    return read_block_scales(expert.tensor(role, scale=True), expert.group.formats[role], source)
-
-
-def read_block_scales(info: TensorInfo, f: Format, source: SourceTensors) -> BlockScales:
+def block_scales(info: TensorInfo, f: Format, source: SourceTensors) -> BlockScales:
     """Read scales of a format as UE8M0 codes; raises ValueError when FP32 scales are not powers of two."""
     if f.block is None:
         raise ValueError(f"{info.name}: no block scales")

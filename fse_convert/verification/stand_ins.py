@@ -1,8 +1,8 @@
 """Which tensors must stand in the place of the source's after changes of format: names, dtypes, shapes, and what each holds.
 
 Worked out a second time, from the names of the changes and the source alone, not by ``fse_convert/plan/changes``: experts by the
-description of the source's layers, labels by pairs of tensors in the headers, whatever layer they belong to. The edits of config.json
-are taken from the plan: to list again which keys servers read would only repeat the planner's list.
+description of the source's layers, labels by pairs of tensors in the headers, whatever layer they belong to. The edits of
+config.json are taken from the plan: to list again which keys servers read would only repeat the planner's list.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import Copied, Recoded, Rule, TensorSpec
-from fse_convert.verification.addresses import GROUP
 
 Tensors = dict[str, tuple[TensorSpec, ...]]
 """By the name of a source tensor, what must stand in its place."""
 Pair = tuple[str, TensorInfo, TensorInfo]
 """Name, weight and scale of a module."""
+GROUP = 32
+"""Elements of a row that share a scale in MXFP4."""
 SCALE_NAMES = ("scale", "weight_scale", "weight_scale_inv")
 ONE_BYTE = ("U8", "F8_E8M0")
 PACKED = ("I8", "U8")

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import MANIFEST, SIDECAR
@@ -30,7 +29,7 @@ from fse_convert.sidecar.reader import originals_names, read_shards, shard_names
 from fse_convert.sidecar.tensors import shard_metadata
 from fse_convert.torch_threads import one_torch_thread
 from fse_convert.verification.expected import PACKED, ExpectedOutput, KernelExpert, kernel_experts
-from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, text_mismatches
+from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, choose, text_mismatches
 from fse_convert.verification.headers import (
     ORIGINALS_METADATA,
     check_clutter,
@@ -196,7 +195,7 @@ def _comparable(
         tensors = SourceTensors.of(source.checkpoint, opened)
         for expert, role in ((e, r) for e in experts for r in Role if e.group.formats[r].scale_dtype == "F32"):
             try:
-                block_scales(expert, role, tensors)
+                block_scales(expert.tensor(role, scale=True), expert.group.formats[role], tensors)
             except ValueError as e:
                 shard = expert.tensor(role, scale=True).shard
                 findings.add(Mismatch("scale-inexact", shard, expert.prefix, expected="powers of two", found=str(e)))
@@ -213,21 +212,6 @@ def _ends_with_block(expert: KernelExpert, width: int) -> bool:
     """Tell whether a scale block ends where the source's width does, in all three projections."""
     blocks = {role: f.block or (1, 1) for role, f in expert.group.formats.items()}
     return all(width % (block[1] if role is Role.DOWN else block[0]) == 0 for role, block in blocks.items())
-
-
-def choose(sample: Sample, kinds: Mapping[str, list[str]]) -> set[str]:
-    """Choose names, in turn from each kind, by a hash of name and seed: the same on every machine.
-
-    The kernel layout comes first: it is what a conversion computes. The seed must not follow from the output, or whoever
-    damages one knows what a sample leaves out.
-    """
-
-    def rank(name: str) -> str:
-        return sha256(f"{sample.seed} {name}".encode("utf-8", "surrogatepass"))
-
-    queues = [sorted(kinds[kind], key=rank) for kind in sorted(kinds, key=lambda kind: kind != "kernel")]
-    turns = (q[i] for i in range(max(map(len, queues), default=0)) for q in queues if i < len(q))
-    return {name for name, _ in zip(turns, range(sample.count), strict=False)}
 
 
 def _read_back(
