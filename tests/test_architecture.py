@@ -18,7 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "sidecar": {"checkpoint"},
     "output": {"checkpoint"},
     "servers": {"layout", "checkpoint", "model"},
-    "restoration": {"checkpoint", "output", "sidecar"},
+    "restoration": {"layout", "checkpoint", "output", "sidecar"},
     "plan": {"layout", "checkpoint", "model", "sidecar", "servers"},
     "serving": {"layout", "checkpoint", "output", "sidecar", "servers"},
     "inspection": {"checkpoint", "model", "servers", "plan"},

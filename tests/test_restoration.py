@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fse_convert import restoration as restoring
 from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.restoration import tensors as reading
 from fse_convert.sidecar.manifest import read_manifest
 from fse_convert.testing.patch import edit_index, edit_manifest, flip, read_shard, write_shard
 
@@ -214,9 +214,9 @@ def test_rows_longer_than_a_buffer_are_cut_in_parts(
     root, out = made("v4.1-flash", layers=1, experts=1), tmp_path / "out"
     assert run(root, out, "--verify", "storage")[0] == 0
     asked: list[int] = []
-    right = restoring.read_into
-    monkeypatch.setattr(restoring, "CHUNK", 100)  # an expert's row has 384 bytes and is padded to 512
-    monkeypatch.setattr(restoring, "read_into", lambda fd, into, at: asked.append(len(into)) or right(fd, into, at))
+    right = reading.read_into
+    monkeypatch.setattr(reading, "CHUNK", 100)  # an expert's row has 384 bytes and is padded to 512
+    monkeypatch.setattr(reading, "read_into", lambda fd, into, at: asked.append(len(into)) or right(fd, into, at))
     assert run("restore", out, tmp_path / "original")[0] == 0
     assert digest(tmp_path / "original") == digest(root)
     assert max(asked) <= 100

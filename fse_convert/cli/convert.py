@@ -132,7 +132,7 @@ def convert(
     )
     job = Conversion(request)
     if not as_json:
-        for note in notes(job.plan, size=size):
+        for note in filter(None, (*notes(job.plan, size=size), None if part else job.fit_note())):
             log.note(note)
     if dry_run:
         estimate = job.estimate()

@@ -29,7 +29,7 @@ def restore(out: Path, original: Path, link: Link, *, strict: bool, log: Log, as
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_restored
     from fse_convert.report.records import dump, restoration_record
-    from fse_convert.restoration import Restoration
+    from fse_convert.restoration.run import Restoration
 
     job = Restoration(out, original, link, strict=strict)
     with progress(*job.workload(), log) as observe:

@@ -161,6 +161,15 @@ class Conversion:
             "source": {name: list(self.folder.stamps[name]) for name in sorted(self.plan.source.checkpoint.files)},
         }
 
+    def fit_note(self) -> Problem | None:
+        """Say before any work whether experts can change their format exactly, as far as their scales tell."""
+        if not self.plan.decision.changes:
+            return None
+        from fse_convert.conversion.fit import fit_note
+
+        with environment(self.request.source):
+            return fit_note(self.plan)
+
     def estimate(self) -> Estimate:
         """Estimate what is left to do of this run. Raises EnvironmentFailure."""
         request = self.request

@@ -92,9 +92,9 @@ def _originals(plan: Plan, texts: Mapping[str, bytes]) -> dict[str, str]:
     """Return the text of the source's config, index and headers where `fse_convert.sidecar.originals` cannot derive it."""
     folder, decision = plan.source.checkpoint.folder, plan.decision
     derivable: list[tuple[str, bytes, Iterable[bytes]]] = []
-    if decision.config_edits:
+    if (raw := folder.read(CONFIG)) != texts[CONFIG]:
         edits = [(e.section, e.key, e.old) for e in decision.config_edits]
-        derivable.append((CONFIG, folder.read(CONFIG), config_candidates(json.loads(texts[CONFIG]), edits)))
+        derivable.append((CONFIG, raw, config_candidates(json.loads(texts[CONFIG]), edits)))
     if INDEX in folder.files and (raw := folder.read(INDEX)) != texts[INDEX]:
         candidates = index_candidates(json.loads(texts[INDEX]), plan.source.checkpoint.total_size, added_elements(plan))
         derivable.append((INDEX, raw, candidates))
@@ -102,8 +102,9 @@ def _originals(plan: Plan, texts: Mapping[str, bytes]) -> dict[str, str]:
         if shard.source and not shard.carried:
             header = shard.source.header
             tensors = [(t.name, t.dtype, t.shape) for t in header.tensors]
-            candidates = header_candidates(tensors, shard.metadata)
-            derivable.append((shard.name, folder.read(shard.name, 0, header.data_start), candidates))
+            derivable_header = all(t.as_is or isinstance(t.change, Padded) for t in shard.tensors)
+            header_bytes = folder.read(shard.name, 0, header.data_start)
+            derivable.append((shard.name, header_bytes, header_candidates(tensors, shard.metadata) if derivable_header else ()))
     kept = {name: raw for name, raw, candidates in derivable if pick(candidates, sha256(raw)) is None}
     return {name: raw[0 if name in (CONFIG, INDEX) else LENGTH_BYTES :].decode("utf-8") for name, raw in kept.items()}
 

@@ -13,7 +13,7 @@ from fse_convert.report.console import counted, say, size
 from fse_convert.verification.findings import SEED, TOKENS
 
 if TYPE_CHECKING:
-    from fse_convert.restoration import Restored
+    from fse_convert.restoration.run import Restored
     from fse_convert.verification.findings import LayerCoverage, Sample, StorageResult
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
     from fse_convert.verification.loss import ExpertLoss

@@ -25,7 +25,7 @@ from fse_convert.verification.findings import SEED, TOKENS, Level
 if TYPE_CHECKING:
     from fse_convert.conversion.run import ConversionResult
     from fse_convert.plan.plan import LayerVerdict, Plan
-    from fse_convert.restoration import Restored
+    from fse_convert.restoration.run import Restored
     from fse_convert.verification.findings import StorageResult
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
     from fse_convert.verification.proof import Proof

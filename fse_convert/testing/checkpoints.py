@@ -15,6 +15,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -84,17 +85,20 @@ def make_spec(
     mtp_experts: int | None = None,
     engram_rows: int | None = None,
     vision_layers: int | None = None,
+    stored: Mapping[str, str] | None = None,
     **knobs: Any,
 ) -> Spec:
     """Return the checkpoint that the knobs describe; what is left out is as published (`real`) or as in the demonstration.
 
     Other knobs: those of KNOBS (layers, experts, hidden, width, shared, dense, vocab), any integer key of the language model's
-    config, and those of WRITTEN. `width` is of one expert; `shared` of them make one shared MLP. `sparse` leaves the values a
-    hole in the file. `power_of_two` is about F32 scales. `header_metadata` False: no `__metadata__`, as in the published
-    DeepSeek shards. `shard_size` is in bytes, or "2GiB". Raises TypeError for a knob that the kind does not have, ValueError
-    for a text that is not a size.
+    config, and those of WRITTEN. `width` is of one expert; `shared` of them make one shared MLP. `stored`: formats other than the
+    kind's, by fields of `Storage`. `sparse` leaves the values a hole in the file. `power_of_two` is about F32 scales.
+    `header_metadata` False: no `__metadata__`, as in the published DeepSeek shards. `shard_size` is in bytes, or "2GiB". Raises
+    TypeError for a knob that the kind does not have, ValueError for a text that is not a size.
     """
     traits = KINDS[kind]
+    if stored:
+        traits = replace(traits, storage=traits.storage._replace(**stored))
     config = copy.deepcopy(dict(traits.config))
     c: dict[str, Any] = config.get("text_config", config)
     vision: dict[str, Any] = config.get("vision_config", {})

@@ -19,7 +19,7 @@ from fse_convert.output import staging
 from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Options
 from fse_convert.progress import Event, Observer, ignore
-from fse_convert.restoration import Restoration
+from fse_convert.restoration.run import Restoration
 from fse_convert.servers.targets import find_target
 from fse_convert.testing.faults import Injector
 from fse_convert.verification.findings import Level

@@ -15,7 +15,7 @@ from fse_convert.conversion.run import Conversion
 from fse_convert.errors import FseConvertError
 from fse_convert.output.copying import Link
 from fse_convert.progress import Event, Observer
-from fse_convert.restoration import Restoration
+from fse_convert.restoration.run import Restoration
 from fse_convert.verification.findings import Level
 from tests.faults.adversary import SCENARIOS, Digest, Ground, Scenario, add, append, flip, remove, replace, request
 

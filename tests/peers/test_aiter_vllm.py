@@ -7,10 +7,7 @@ their wheels.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
@@ -24,13 +21,12 @@ from fse_convert.servers.aiter.question import AiterQuestion, AiterTarget, ask_a
 from fse_convert.servers.aiter.vllm_config import RELEASES
 from fse_convert.servers.hazards import misread
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
-from tests.peers import make_env, wheels
+from tests.peers.aiter import ask_vllm, sources_of
 from tests.peers.aiter_cases import FAMILIES, grid, quark_modules
 from tests.peers.aiter_random import random_cases
 
 pytestmark = pytest.mark.peers
 
-DRIVER = Path(__file__).parent / "drivers" / "aiter_driver.py"
 RANDOM_CASES, SEED = 2000, 20261129
 
 KNOWN = {
@@ -83,16 +79,6 @@ class Comparison:
         return f"vLLM {self.version}: {total} cases {dict(self.outcomes)}, {agreed} agree; known differences {dict(self.known)}"
 
 
-def ask_vllm(request: dict[str, Any], python: Path, sources: Path | None = None) -> dict[str, Any]:
-    """Run the driver, on the environment's vLLM or on the sources of another release."""
-    environment = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"} | ({"PYTHONPATH": str(sources)} if sources else {})
-    command = [str(python), str(DRIVER)]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers: dict[str, Any] = json.loads(done.stdout.rpartition("@@@")[2])
-    return answers
-
-
 def question_of(case: dict[str, Any], release: str) -> AiterQuestion:
     config, file = case["config"], case.get("quant_config")
     target = AiterTarget("x", RELEASES[release], mega_moe="online" in case)
@@ -143,12 +129,6 @@ def compare(cases: list[dict[str, Any]], release: str, python: Path, sources: Pa
                 result.unknown[case["id"]] = mine, his
     print(result)
     return result
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    """The interpreter of vLLM's environment, built first where it is missing (about two minutes)."""
-    return make_env.ensure("vllm", Path(os.environ.get("FSE_PEERS_VLLM") or wheels.cache_dir() / "vllm"))
 
 
 @pytest.fixture(scope="module")
@@ -228,17 +208,10 @@ def test_whole_models_agree(python: Path) -> None:
             assert mine.outcome is (Outcome.FUSED if answer["fused"] else Outcome.UNFUSED)
 
 
-class Sources(wheels.Peer):
-    """All Python files of a release, kept apart from the few that other tests use."""
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}-sources"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("release", [name for name in RELEASES if name != "0.33"])
 def test_earlier_releases_agree(release: str, python: Path) -> None:
-    sources = wheels.fetch(Sources("vllm", f"{release}.0", ("*.py", "*.json")))
+    sources = sources_of(release)
     cases = [case for case in grid() + random_cases(RANDOM_CASES, SEED + 1) if str(FAMILIES[case["family"]].since) <= release]
     if not RELEASES[release].mega_moe:
         cases = [case for case in cases if "online" not in case]

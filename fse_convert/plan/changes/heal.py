@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from fse_convert.model.quantization import read_quantization
@@ -30,16 +30,16 @@ HEALS: tuple[Heal, ...] = (
 """Each mends one defect, or returns None where the headers do not prove it. A list is there before entries are taken off it."""
 
 
-def heals(subject: Subject) -> tuple[FormatChange, ...]:
-    """Return every mend that a checkpoint needs, in the order in which they are to be made.
+def heals(subject: Subject, but: Collection[str] = ()) -> tuple[FormatChange, ...]:
+    """Return every mend that a checkpoint needs, in the order in which they are to be made; none of those named in ``but``.
 
     Each is worked out from the config as those before it leave it, so that two may edit one key: `changed_config` with all their
-    edits in this order is the healed config. No two change the same tensor.
+    edits in this order is the healed config. To make fewer of them, ask again. No two change the same tensor.
     """
     found: list[FormatChange] = []
     for heal in HEALS:
         change = heal(subject)
-        if change:
+        if change and change.name not in but:
             found.append(change)
             subject = with_config(subject, change)
     return tuple(found)

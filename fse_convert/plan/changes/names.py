@@ -74,7 +74,8 @@ def without(entries: Sequence[str], freed: Collection[str], kept: Iterable[str])
 
 def with_plain_gates(entries: Iterable[str]) -> list[str]:
     """Return a list of exclusions in which `GATES` stands for every entry of a shared expert's gate."""
-    return list(dict.fromkeys(GATES if _of_gates(entry) else entry for entry in entries))
+    spelled = [GATES if _of_gates(entry) else entry for entry in entries]
+    return [entry for i, entry in enumerate(spelled) if entry != GATES or i == spelled.index(GATES)]
 
 
 def _of_gates(entry: str) -> bool:

@@ -8,7 +8,7 @@ vLLM 0.29 to 0.33 and SGLang 0.5.22 and later load it. MXFP4 scales are U8, whic
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fse_convert.model.formats import E8M0_DTYPES, FP4_WEIGHTS, FP8_WEIGHTS, Format, StorageKind
@@ -86,7 +86,7 @@ def fp8_scheme(block: tuple[int, int]) -> Scheme:
     return {"weight": weight, "input_tensors": inputs, **_REST}
 
 
-def quark_tensors(subject: Subject, recoded: Collection[str]) -> Tensors:
+def quark_tensors(subject: Subject, recoded: frozenset[str]) -> Tensors:
     """Return all quantised tensors under Quark's names and dtypes, bytes unchanged, but for those of ``recoded`` modules."""
     tensors: Tensors = {}
     for projection, f in every_matrix(subject):
@@ -99,7 +99,7 @@ def quark_tensors(subject: Subject, recoded: Collection[str]) -> Tensors:
     return tensors
 
 
-def quark_config(subject: Subject, recoded: Collection[str]) -> dict[str, Any]:
+def quark_config(subject: Subject, recoded: frozenset[str]) -> dict[str, Any]:
     """Return the whole ``quantization_config``; modules of ``recoded`` are MXFP4 in the output.
 
     Modules of an MTP layer are named twice, as ``mtp.K`` and as the layer after the last one: vLLM 0.31 and 0.32 look the drafter's
@@ -114,7 +114,7 @@ def quark_config(subject: Subject, recoded: Collection[str]) -> dict[str, Any]:
     }
 
 
-def quark_obstacle(subject: Subject, recoded: Collection[str]) -> str:
+def quark_obstacle(subject: Subject, recoded: frozenset[str]) -> str:
     """Say which module has no place in Quark's form, and why; empty where every one has."""
     if decoder_layers(subject) is None:
         return "config.json has no num_hidden_layers, after which the modules of MTP layers are named"

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertible, Problem
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.changes.apply import with_changes
-from fse_convert.plan.changes.change import FormatChange
-from fse_convert.plan.changes.heal import heals
+from fse_convert.plan.changes.change import FormatChange, Result
+from fse_convert.plan.changes.heal import heals, with_config
 from fse_convert.plan.changes.routed_fp8 import routed_fp8
 from fse_convert.plan.changes.shared_mxfp4 import shared_mxfp4
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source
+from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import Target
 from fse_convert.servers.verdict import Outcome
 
 Changes = tuple[FormatChange, ...]
 Decide = Callable[[Source, Changes, Options], Decision]
 """Decides about a source as it is after some changes; raises as `fse_convert.plan.decide.decide` does."""
-RECODINGS = {"routed_fp8": routed_fp8, "shared_mxfp4": shared_mxfp4}
+RECODINGS: Mapping[str, Callable[[Subject], Result]] = {"routed_fp8": routed_fp8, "shared_mxfp4": shared_mxfp4}
 """Changes that a user can ask for, by the field of `Options`; the lossless one first."""
+HEAL = "heal-"
+"""How the names of mends begin."""
 FITS = 2
 """The worst value of `misfit` with which a server can be used."""
 
@@ -33,6 +35,7 @@ class Candidates:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.made: dict[tuple[str, ...], Source] = {}
+        self.recoded: dict[tuple[str, str], Result] = {}
 
     def after(self, changes: Changes) -> Source:
         """Return the source after some changes."""
@@ -46,35 +49,48 @@ class Candidates:
         """Every defect of config or headers that the headers prove, with its mend."""
         return heals(self.source.subject)
 
-    @cached_property
-    def recodings(self) -> dict[str, FormatChange | Problem]:
-        """Every recoding, or why it does not apply, on the healed config."""
-        healed = with_changes(self.source, tuple(replace(heal, tensors={}) for heal in self.heals))
-        return {name: recode(healed.subject) for name, recode in RECODINGS.items()}
+    def recoding(self, name: str, healed: Changes) -> Result:
+        """Return a recoding by its field of `Options`, or why it does not apply, where the config has been healed so."""
+        key = name, ",".join(heal.name for heal in healed)
+        if key not in self.recoded:
+            subject = self.source.subject
+            for heal in healed:
+                subject = with_config(subject, heal)
+            self.recoded[key] = RECODINGS[name](subject)
+        return self.recoded[key]
 
-    def asked(self, options: Options) -> Changes:
-        """Return the changes that were asked for by name. Raises NotConvertible for one that does not apply, or may not be made."""
-        found = []
-        for name in (name for name in RECODINGS if getattr(options, name)):
-            change = self.recodings[name]
-            if isinstance(change, Problem):
+    def changes(self, names: Sequence[str], healed: Changes) -> Changes | None:
+        """Return mends and the recodings of these names after them; None where one does not apply."""
+        found = [self.recoding(name, healed) for name in names]
+        made = tuple(change for change in found if isinstance(change, FormatChange))
+        return (*healed, *made) if len(made) == len(found) else None
+
+    def asked(self, options: Options) -> list[str]:
+        """Return the recodings that were asked for. Raises NotConvertible for one that does not apply, or may not be made."""
+        names = [name for name in RECODINGS if getattr(options, name)]
+        for name in names:
+            change = self.recoding(name, ())
+            if isinstance(change, Problem) and isinstance(self.recoding(name, self.heals), Problem):
                 raise NotConvertible(change)
-            found.append(change)
-        if any(not change.lossless for change in found) and not options.lossy:
+        if not all(self._permitted(name, options) for name in names):
             raise NotConvertible(Problem("lossy", "this change loses precision", "--shared mxfp4", "--lossy permits it"))
-        return tuple(found)
+        return names
 
-    def lists(self, options: Options) -> Iterator[Changes]:
-        """Yield the lists to try, in order: what was asked for, then with more; each with and without all heals."""
+    def lists(self, options: Options) -> Iterator[tuple[list[str], Changes]]:
+        """Yield recodings and the mends before them, in the order in which to try them; what was asked for comes first."""
         asked = self.asked(options)
         bases = [asked]
-        if not isinstance(options.target, Target) and options.target and not asked:
-            others = (change for change in self.recodings.values() if isinstance(change, FormatChange))
-            bases += [(change,) for change in others if change.lossless or options.lossy]
-        for base in bases:
-            yield base
-            if self.heals and options.target:
-                yield (*self.heals, *base)
+        if options.target and not isinstance(options.target, Target) and not asked:
+            bases += [[name] for name in RECODINGS if self._permitted(name, options)]
+        for names in bases:
+            yield names, ()
+            if self.heals:
+                yield names, self.heals
+
+    def _permitted(self, name: str, options: Options) -> bool:
+        change = self.recoding(name, ())
+        change = self.recoding(name, self.heals) if isinstance(change, Problem) else change
+        return options.lossy or isinstance(change, Problem) or change.lossless
 
 
 def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision:
@@ -84,20 +100,21 @@ def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision
     was asked for.
     """
     first: Decision | FseConvertError | None = None
-    fitting: list[Decision] = []
-    for changes in candidates.lists(options):
-        decision = _tried(candidates, changes, options, decide)
+    fitting: list[tuple[Decision, list[str]]] = []
+    for names, healed in candidates.lists(options):
+        decision = _tried(candidates, candidates.changes(names, healed), options, decide)
         first = first or decision
-        if isinstance(decision, FseConvertError) or (options.target and misfit(decision) > FITS):
+        if not isinstance(decision, Decision) or (options.target and misfit(decision) > FITS):
             continue
-        fitting.append(decision)
+        fitting.append((decision, names))
         if not options.target or misfit(decision) < FITS:
             break
     if fitting:
-        return _without_needless(candidates, min(fitting, key=misfit), options, decide)
+        decision, names = min(fitting, key=lambda found: misfit(found[0]))
+        return _without_needless(candidates, decision, names, options, decide)
     if isinstance(first, Decision):
         return first
-    raise first or NotConvertible(Problem("no-change-helps", "there is nothing to do"))
+    raise first or NotConvertible(Problem("no-change-helps", "no list of changes can be made"))
 
 
 def misfit(decision: Decision) -> int:
@@ -114,19 +131,22 @@ def misfit(decision: Decision) -> int:
     return 1 if all(v.outcome in (Outcome.FUSED, Outcome.UNFUSED) for v in of[LayerKind.MTP]) else 2
 
 
-def _tried(candidates: Candidates, changes: Changes, options: Options, decide: Decide) -> Decision | FseConvertError:
+def _tried(candidates: Candidates, changes: Changes | None, options: Options, decide: Decide) -> Decision | FseConvertError | None:
+    if changes is None:
+        return None
     try:
         return decide(candidates.after(changes), changes, options)
     except (InvalidCheckpoint, NotConvertible) as e:
         return e
 
 
-def _without_needless(candidates: Candidates, decision: Decision, options: Options, decide: Decide) -> Decision:
-    """Leave out every heal without which the target fuses as much."""
-    for heal in candidates.heals:
-        fewer = tuple(change for change in decision.changes if change.name != heal.name)
-        if len(fewer) < len(decision.changes):
-            tried = _tried(candidates, fewer, options, decide)
-            if isinstance(tried, Decision) and misfit(tried) <= misfit(decision):
-                decision = tried
+def _without_needless(candidates: Candidates, decision: Decision, names: list[str], options: Options, decide: Decide) -> Decision:
+    """Leave out every mend without which the target fuses as much."""
+    left_out: list[str] = []
+    for heal in [change for change in decision.changes if change.name.startswith(HEAL)]:
+        fewer = heals(candidates.source.subject, but=(*left_out, heal.name))
+        tried = _tried(candidates, candidates.changes(names, fewer), options, decide)
+        if isinstance(tried, Decision) and misfit(tried) <= misfit(decision):
+            decision = tried
+            left_out.append(heal.name)
     return decision

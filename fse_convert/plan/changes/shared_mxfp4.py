@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fse_convert.checkpoint.reader import garbage_collection_paused
 from fse_convert.errors import Problem
 from fse_convert.model.description import LayerDescription
 from fse_convert.model.families import DEEPSEEK_V4
@@ -30,6 +31,7 @@ GROUP = 32
 """Elements of a row that share a scale."""
 
 
+@garbage_collection_paused()
 def shared_mxfp4(subject: Subject) -> Result:
     """Return the change, or why it does not fit the checkpoint.
 
@@ -38,7 +40,7 @@ def shared_mxfp4(subject: Subject) -> Result:
     """
     layers = _changed_layers(subject)
     changed = [matrix for layer in layers if layer.shared for matrix in matrices(layer.shared)]
-    names = [projection.name for projection, _ in changed]
+    names = frozenset(projection.name for projection, _ in changed)
     edit = None if _is_native(subject) else _QuarkEdit(subject, layers, names)
     obstacle = _storage_obstacle(subject, changed) or (edit.obstacle() if edit else quark_obstacle(subject, names))
     if obstacle:
@@ -110,7 +112,7 @@ def _mxfp4(matrix: Matrix) -> Tensors:
 class _QuarkEdit:
     """The keys that change where Quark wrote the checkpoint: lists and schemes that name the shared experts of some layers."""
 
-    def __init__(self, subject: Subject, layers: Sequence[LayerDescription], names: Sequence[str]) -> None:
+    def __init__(self, subject: Subject, layers: Sequence[LayerDescription], names: frozenset[str]) -> None:
         self.layers, self.names, self.raw = layers, names, subject.quantization.raw
         self.section = quark_section(subject.quantization)
         self.others = [p.name for p, _ in linears(subject) if p.name not in names]

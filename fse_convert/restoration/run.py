@@ -8,31 +8,35 @@ while it is read, so that a damaged output is refused and never restored into a 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import xxhash
+from msgspec import UNSET
 
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
-from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo
+from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo, parse_header
 from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.reader import Shard, read_checkpoint
-from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment, naming, some
-from fse_convert.output.copying import SHARED, Link, carry, new_file, read_into, way, write_all
+from fse_convert.errors import InvalidCheckpoint, environment, naming, some
+from fse_convert.output.copying import SHARED, Link, carry, new_file, way, write_all
 from fse_convert.output.digests import file_sha256, file_xxh3_128
 from fse_convert.output.lock import staging_lost
 from fse_convert.output.staging import Staging, check_output, check_space, check_staged, existing_home, reading, stage
 from fse_convert.progress import Event, Observer
-from fse_convert.sidecar.manifest import FETCH_AGAIN, read_manifest
+from fse_convert.restoration.formats import Recipe, recipes, restored
+from fse_convert.restoration.tensors import Bytes, TensorFile, unlike, without_padding
+from fse_convert.sidecar.manifest import read_manifest
 from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
+from fse_convert.sidecar.reader import read_shards, shard_names
+from fse_convert.sidecar.tensors import originals_file
 
-CHUNK = 8 << 20
-"""Bytes that are read at once."""
+ORIGINALS = originals_file("")
 UNLIKE = "what is read back is not what was written"
 EDITED = "edited since the conversion"
 """How a file was restored that is not the original's."""
@@ -74,15 +78,22 @@ class Restoration:
             raise InvalidCheckpoint(*opened.problems)
         self.checkpoint = opened.checkpoint
         beside = {*self.checkpoint.others, *(self.manifest.files or ())} & self.folder.files.keys()
+        kept, problems = read_shards(self.folder, [n for n in shard_names(self.folder) if n.startswith(ORIGINALS)])
+        if problems:
+            raise InvalidCheckpoint(*problems)
+        self.shards = {shard.name: shard for shard in (*self.checkpoint.shards, *kept)}
+        self.recipes = {s.name: found for s in self.checkpoint.shards if (found := self._recipes(s))}
         parts = {CONFIG, INDEX, *self.manifest.source.shards}
         self.others = sorted(n for n in beside - parts if not n.startswith(f"{SIDECAR}/"))
 
     def workload(self) -> tuple[int, int]:
         """Return the bytes of tensors that are read, and how often a file is finished: for progress."""
-        return self.checkpoint.total_size, len(self.checkpoint.shards)
+        as_stored = sum(shard.header.payload for shard in self.checkpoint.shards if shard.name not in self.recipes)
+        changed = sum(recipe.reads for changed in self.recipes.values() for recipe in changed)
+        return as_stored + changed, len(self.checkpoint.shards)
 
     def run(self, observe: Observer) -> Restored:
-        """Take padding and ``fse/`` out again: the original exists afterwards, complete and bit for bit, or not at all.
+        """Take changes, padding and ``fse/`` out again: the original exists afterwards, complete and bit for bit, or not at all.
 
         Raises VerificationFailure when the output is not as its manifest describes it, EnvironmentFailure.
         """
@@ -111,7 +122,7 @@ class Restoration:
         """Return the bytes that the original takes; a shard without padding may share those of the output. Raises OSError."""
         shards = self.checkpoint.shards
         shared = way(self.folder.path(shards[0].name), existing_home(self.original), self.link) in SHARED
-        free = {s.name for s in shards if shared and not self._is_padded(s)}
+        free = {s.name for s in shards if shared and not self._is_padded(s) and s.name not in self.recipes}
         sizes = {name: identity.size for name, identity in self.manifest.source.shards.items()}
         return sum(n for name, n in sizes.items() if name not in free) + sum(self.folder.files[n] for n in self.others)
 
@@ -128,18 +139,19 @@ class Restoration:
         self.edited.update(n for n in missing if self._may_differ(n))
         missing = [n for n in missing if not self._may_differ(n)]
         if missing:
-            raise _unlike("file-missing", some(missing), "the manifest names files that are not there")
+            raise unlike("file-missing", some(missing), "the manifest names files that are not there")
         if self.manifest.tensors is None:  # any file of the machine would be copied
             root = self.folder.root.resolve()
             outside = [n for n in self.folder.files if not self.folder.path(n).resolve().is_relative_to(root)]
             if outside:
                 message = "leads out of the output, and the manifest has no digests to compare it with"
-                raise _unlike("link-outside", some(outside), message)
+                raise unlike("link-outside", some(outside), message)
 
     def _totals(self) -> tuple[int, int]:
         """Return the bytes of the original's tensors, and the elements that padding added to them."""
-        total = added = 0
-        for t in self.checkpoint.tensors.values():
+        total = sum(recipe.source.nbytes for changed in self.recipes.values() for recipe in changed)
+        added = 0
+        for t in (t for s in self.checkpoint.shards if s.name not in self.recipes for t in s.header.tensors):
             shape = self._source_shape(t)
             total += prod(shape) * BITS[t.dtype] // 8
             added += prod(t.shape) - prod(shape)
@@ -152,32 +164,62 @@ class Restoration:
         """Cut the padding out of one shard, or carry it over when it has none; return how."""
         identity = self.manifest.source.shards.get(shard.name)
         if identity is None:
-            raise _unlike("shard-unknown", shard.name, "the manifest does not list this shard")
+            raise unlike("shard-unknown", shard.name, "the manifest does not list this shard")
         target = staging.path(shard.name)
-        if self._is_padded(shard):
+        if shard.name in self.recipes:
+            header = self._derive(shard.name, identity.header_sha256, ())
+            self._write(shard.name, header, self._restored(shard, observe), staging)
+            how = "format restored"
+        elif self._is_padded(shard):
             tensors = [(t.name, t.dtype, self._source_shape(t)) for t in shard.header.tensors]
             header = self._derive(shard.name, identity.header_sha256, header_candidates(tensors, shard.header.metadata))
-            written = xxhash.xxh3_128(header)
-            with new_file(target) as out:
-                write_all(out, header)
-                for kept in self._checked(shard, self.folder.path(shard.name), observe):
-                    written.update(kept)
-                    write_all(out, kept)
-            if file_xxh3_128(self._staged(shard.name, staging)) != written.hexdigest():
-                raise staging_lost(UNLIKE, target)
+            self._write(shard.name, header, self._kept(shard, self.folder.path(shard.name), observe), staging)
             how = "padding removed"
         else:
             how = self._carry(shard.name, staging)
             with naming(target), target.open("rb") as f:
                 if sha256(f.read(shard.header.data_start)) != identity.header_sha256:
-                    raise _unlike("header-unlike", shard.name, "its header is not the original's, though nothing in it was padded")
-            for _ in self._checked(shard, target, observe):
+                    raise unlike("header-unlike", shard.name, "its header is not the original's, though nothing in it was padded")
+            for _ in self._kept(shard, target, observe):
                 pass
         size = self.staged[shard.name].size
         if size != identity.size:
-            raise _unlike("shard-size", shard.name, f"the original has {identity.size} bytes, what was restored has {size}")
+            raise unlike("shard-size", shard.name, f"the original has {identity.size} bytes, what was restored has {size}")
         observe(Event(shard.name, done=True, how="read back"))
         return how
+
+    def _write(self, name: str, header: bytes, chunks: Iterator[Bytes], staging: Staging) -> None:
+        """Write a shard, and read it back."""
+        target = staging.path(name)
+        written = xxhash.xxh3_128(header)
+        with new_file(target) as out:
+            write_all(out, header)
+            for chunk in chunks:
+                written.update(chunk)
+                write_all(out, memoryview(chunk))
+        if file_xxh3_128(self._staged(name, staging)) != written.hexdigest():
+            raise staging_lost(UNLIKE, target)
+
+    def _recipes(self, shard: Shard) -> list[Recipe]:
+        """Find the way back of a shard whose tensors changed in format; empty for others, whose header is not kept."""
+        text = self.manifest.source.originals.get(shard.name)
+        identity = self.manifest.source.shards.get(shard.name)
+        if text is None or identity is None or self.manifest.changes is UNSET:
+            return []
+        header = parse_header(text.encode("utf-8"), identity.size, shard.name)
+        renamed = {} if self.manifest.renamed is UNSET else self.manifest.renamed
+        return recipes(header, shard, self.shards.get(originals_file(shard.name)), renamed)
+
+    def _restored(self, shard: Shard, observe: Observer) -> Iterator[Bytes]:
+        """Yield the bytes of a changed shard's source tensors."""
+        originals = originals_file(shard.name)
+        with ExitStack() as opened:
+            output = opened.enter_context(self._file(shard.name, self.folder.path(shard.name), observe))
+            kept = None
+            if originals in self.shards:
+                kept = opened.enter_context(self._file(originals, self.folder.path(originals), observe))
+            for recipe in self.recipes[shard.name]:
+                yield from restored(recipe, output, kept)
 
     def _carry(self, name: str, staging: Staging) -> str:
         """Carry a file over; return how. Where the manifest has no digests, what came is compared with what was carried."""
@@ -196,36 +238,15 @@ class Restoration:
         self.staged[name] = staging.stamp(name)
         return staging.folder / name
 
-    def _checked(self, shard: Shard, path: Path, observe: Observer) -> Iterator[memoryview | bytearray]:
-        """Read every tensor of a shard that lies at ``path`` and compare its digest; yield what of it is not padding."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            for t in shard.header.tensors:
-                digest = xxhash.xxh3_128()
-                for piece, kept in self._pieces(shard, t, fd):
-                    digest.update(piece)
-                    yield kept
-                    observe(Event(shard.name, len(piece), how="read back"))
-                listed = self.manifest.tensors.get(t.name) if self.manifest.tensors is not None else digest.hexdigest()
-                if listed != digest.hexdigest():
-                    message = f"its XXH3-128 is {digest.hexdigest()}, in the manifest {listed}"
-                    raise _unlike("tensor-damaged", f"{shard.name}: {t.name}", message)
-        finally:
-            os.close(fd)
+    def _file(self, name: str, path: Path, observe: Observer) -> TensorFile:
+        """Open a file of the output, or its copy at ``path``, to read tensors and compare their digests."""
+        return TensorFile(self.shards[name], path, self.manifest.tensors, observe)
 
-    def _pieces(self, shard: Shard, t: TensorInfo, fd: int) -> Iterator[tuple[memoryview, memoryview | bytearray]]:
-        """Read a tensor in pieces; yield each as stored, and what of it is not padding."""
-        rows, row = _matrix(t.shape, t.nbytes)
-        shape = self._source_shape(t)
-        kept_rows, kept_row = _matrix(shape, prod(shape) * BITS[t.dtype] // 8)
-        if kept_rows > rows or kept_row > row:
-            raise _unlike("tensor-shape", f"{shard.name}: {t.name}", f"{list(t.shape)} cannot hold the original {list(shape)}")
-        for offset, size, columns in _tiles(rows, row):
-            piece = memoryview(bytearray(size))
-            read_into(fd, piece, shard.header.data_start + t.start + offset)
-            first, column = divmod(offset, row)
-            here_rows = max(0, min(size // columns, kept_rows - first))
-            yield piece, _cut(piece[: here_rows * columns], columns, max(0, min(columns, kept_row - column)))
+    def _kept(self, shard: Shard, path: Path, observe: Observer) -> Iterator[Bytes]:
+        """Yield the bytes of a shard's tensors, but for what padding added to them."""
+        with self._file(shard.name, path, observe) as file:
+            for t in shard.header.tensors:
+                yield from without_padding(file, t, self._source_shape(t))
 
     def _derive(self, name: str, digest: str, candidates: Iterable[bytes]) -> bytes:
         """Return an original file or header: kept as text in the manifest, or the candidate with its digest."""
@@ -235,7 +256,7 @@ class Restoration:
             candidates = (raw, len(raw).to_bytes(LENGTH_BYTES, "little") + raw)
         original = pick(candidates, digest)
         if original is None:
-            raise _unlike("original-unknown", name, "the original with the manifest's digest cannot be derived from this file")
+            raise unlike("original-unknown", name, "the original with the manifest's digest cannot be derived from this file")
         return original
 
     def _restore_text(self, name: str, candidates: Iterable[bytes], staging: Staging) -> str:
@@ -254,9 +275,9 @@ class Restoration:
             listed = self.manifest.files.get(name)
             if listed is None or listed.sha256 != file_sha256(staging.folder / name):
                 if not self._may_differ(name):
-                    raise _unlike("file-damaged", name, "its SHA-256 is not the one in the manifest")
+                    raise unlike("file-damaged", name, "its SHA-256 is not the one in the manifest")
                 if not self._is_own(name):
-                    raise _unlike("link-outside", name, "leads out of the output, to a file that is not the one in the manifest")
+                    raise unlike("link-outside", name, "leads out of the output, to a file that is not the one in the manifest")
                 self.edited.add(name)
                 return EDITED
         return how
@@ -268,36 +289,3 @@ class Restoration:
 
     def _may_differ(self, name: str) -> bool:
         return not self.strict and is_editable(name)
-
-
-def _tiles(rows: int, row: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a matrix of ``rows`` of ``row`` bytes into (offset, bytes, bytes per row): whole rows, or parts of one long row."""
-    if row > CHUNK:
-        yield from ((first * row + at, n, n) for first in range(rows) for at in range(0, row, CHUNK) if (n := min(CHUNK, row - at)))
-    elif row:
-        step = CHUNK // row
-        yield from ((first * row, min(step, rows - first) * row, row) for first in range(0, rows, step))
-
-
-def _matrix(shape: tuple[int, ...], nbytes: int) -> tuple[int, int]:
-    """Return rows, and bytes of a row, of a tensor whose other dimensions are one."""
-    rows = shape[0] if shape else 1
-    return (rows, nbytes // rows) if rows else (0, 0)
-
-
-def _cut(rows: memoryview, row_bytes: int, keep: int) -> memoryview | bytearray:
-    """Return the first ``keep`` bytes of every row."""
-    if not rows or not keep:
-        return bytearray()
-    if row_bytes == keep:
-        return rows
-    import torch
-
-    out = bytearray(len(rows) // row_bytes * keep)
-    kept = torch.frombuffer(out, dtype=torch.uint8).view(-1, keep)
-    kept.copy_(torch.frombuffer(rows, dtype=torch.uint8).view(-1, row_bytes)[:, :keep])
-    return out
-
-
-def _unlike(code: str, where: str, message: str) -> VerificationFailure:
-    return VerificationFailure(Problem(code, message, where, f"{FETCH_AGAIN}; fse-convert verify OUT says what else is damaged"))

@@ -1,0 +1,34 @@
+"""Tells from group scales alone, a few percent of the bytes, whether MXFP4 experts can be FP8 exactly: before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fse_convert.conversion.source_rows import open_reader
+from fse_convert.errors import Problem
+from fse_convert.layout.mxfp4_to_fp8 import certainly_fits
+from fse_convert.plan.plan import Plan
+from fse_convert.plan.tensors import Recoded, Rule
+
+
+def fit_note(plan: Plan) -> Problem | None:
+    """Say how many weights their scales prove to fit; of the others the elements decide. None where nothing becomes FP8.
+
+    Raises OSError, EOFError.
+    """
+    changes = list(_to_fp8(plan))
+    if not changes:
+        return None
+    with open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
+        unsure = [c for c in changes if not certainly_fits(reader.rows(c.sources[1], 0, c.shape[0], None), c.block or (1, 32))]
+    if not unsure:
+        return Problem("fp8-fits", f"the scales of all {len(changes):,} weights show that they are exact in FP8")
+    message = (
+        f"the scales of {len(unsure):,} of {len(changes):,} weights leave open whether they are exact in FP8; their elements decide"
+    )
+    return Problem("fp8-open", message, unsure[0].sources[0].name, "the conversion refuses what is not, and names the place")
+
+
+def _to_fp8(plan: Plan) -> Iterator[Recoded]:
+    changes = (t.change for shard in plan.shards for t in shard.tensors)
+    return (c for c in changes if isinstance(c, Recoded) and c.rule is Rule.FP8 and c.is_scale)

@@ -1,0 +1,126 @@
+"""A change of format from `inspect` to `restore`: what is offered, whether the printed command does it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+Make = Callable[..., Path]
+Digest = Callable[[Path], dict[str, str]]
+KINDS = ("v4-flash", "v4.1-flash", "v4-pro", "v4-flash-fp8", "kimi-k2-quark", "glm-4.5-quark", "qwen3.5-quark")
+
+
+def inspected(run: Run, folder: Path, *options: str) -> Any:
+    """What `inspect --json` says of a folder."""
+    code, out, _ = run("inspect", folder, "--json", *options)
+    assert code == 0
+    return json.loads(out)
+
+
+def outcome(report: Any, target: str) -> list[str]:
+    """The verdict of a target on every layer."""
+    return [v["verdict"] for answer in report["targets"] if answer["name"] == target for v in answer["layers"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_command_that_is_offered_does_what_is_said_of_it(
+    kind: str, made: Make, tmp_path: Path, run: Run, digest: Digest
+) -> None:
+    root = made(kind, width=256)
+    before = inspected(run, root)
+    for number, offer in enumerate(before["offers"]):
+        out, back = tmp_path / f"out{number}", tmp_path / f"back{number}"
+        words = [str(out) if word == "OUT" else word for word in shlex.split(offer["command"])[1:]]
+        assert run(*words, "-q")[0] == 0
+        after = inspected(run, out)
+        grown = after["checkpoint"]["bytes"] - before["checkpoint"]["bytes"]
+        assert grown == offer["bytes"]
+        for target in offer["targets"]:
+            decoder = [d["kind"] == "decoder" for d in after["layers"]]
+            verdicts = outcome(after, target)
+            assert all(v == "fused" for v, counts in zip(verdicts, decoder, strict=True) if counts), (target, verdicts)
+            assert outcome(before, target) != verdicts
+            drafter = {v for v, counts in zip(verdicts, decoder, strict=True) if not counts}
+            assert drafter <= ({"unsafe"} if "fails" in offer["drafter"] else {"fused", "unfused"})
+        assert run("verify", out, "--source", root)[0] == 0
+        assert run("restore", out, back)[0] == 0
+        assert digest(back) == digest(root)
+    assert bool(before["offers"]) == (kind != "v4.1-flash")
+
+
+def test_a_loss_is_permitted_by_name_only(made: Make, tmp_path: Path, run: Run) -> None:
+    root, out = made("kimi-k2-quark", width=256), tmp_path / "out"
+    code, _, err = run(root, out, "--target", "vllm-0.33-aiter")
+    assert code == 3
+    assert "error[lossy]" in err
+    assert "--lossy permits it" in err
+    code, _, err = run(root, out, "--shared", "mxfp4")
+    assert code == 3
+    assert "error[lossy]" in err
+    assert not out.exists()
+    assert run(root, out, "--target", "vllm-0.33-aiter", "--lossy", "-q")[0] == 0
+
+
+def test_what_nothing_helps_is_refused_with_the_server_s_own_reason(made: Make, tmp_path: Path, run: Run) -> None:
+    root, out = made("v4.1-flash"), tmp_path / "out"
+    code, _, err = run(root, out, "--target", "vllm-0.33-aiter", "--lossy")
+    assert code == 3
+    assert "error[no-change-helps]" in err
+    assert "error[aiter-deepseek-not-quark-mxfp4]" in err
+    assert run(root, out, "--target", "vllm-0.33-aiter", "--lossy", "--allow-unfused", "-q")[0] == 0
+    assert (out / "config.json").read_bytes() == (root / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "code"),
+    [
+        ("kimi-k2-quark", ("--routed", "fp8"), "routed-fp8-unfit"),
+        ("v4-flash-fp8", ("--routed", "fp8"), "routed-fp8-unfit"),
+        ("v4-flash-fp8", ("--shared", "mxfp4", "--lossy"), "shared-mxfp4-unfit"),
+        ("quark-mxfp4", ("--shared", "mxfp4", "--lossy"), "shared-mxfp4-unfit"),
+        ("v4-flash", ("--routed", "fp8", "--tp", "8"), "changes-combined"),
+    ],
+)
+def test_a_change_that_does_not_fit_says_why(
+    kind: str, options: tuple[str, ...], code: str, made: Make, tmp_path: Path, run: Run
+) -> None:
+    exit_code, _, err = run(made(kind, width=320 if "--tp" in options else 256), tmp_path / "out", *options)
+    assert exit_code == 3
+    assert f"error[{code}]" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_change_by_name_says_who_fuses_the_output(made: Make, tmp_path: Path, run: Run) -> None:
+    code, _, err = run(made("v4-flash", width=256), tmp_path / "out", "--routed", "fp8", "--dry-run")
+    assert code == 0
+    assert "note[output-served]: SGLang >= 0.5.20 (slots) and ATOM fuse the output" in err
+    assert "note[fp8-fits]: the scales of all " in err
+    code, out, _ = run(made("v4-flash", width=256), tmp_path / "out", "--routed", "fp8", "--dry-run", "--json")
+    assert json.loads(out)["target"] is None
+
+
+def test_originals_may_be_left_out(made: Make, tmp_path: Path, run: Run) -> None:
+    root, out = made("v4-flash", width=256), tmp_path / "out"
+    assert run(root, out, "--routed", "fp8", "--drop-originals", "-q")[0] == 0
+    assert not list(out.glob("fse/original-*"))
+    assert run("verify", out, "--source", root)[0] == 0
+    code, _, err = run("restore", out, tmp_path / "back")
+    assert code == 3
+    assert "error[originals-dropped]" in err
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_server_that_fuses_the_source_gets_a_copy(made: Make, tmp_path: Path, run: Run) -> None:
+    root, out = made("v4-flash", width=256), tmp_path / "out"
+    assert run(root, out, "--target", "sglang-0.5.23-slots", "-q")[0] == 0
+    manifest = json.loads((out / "fse" / "manifest.json").read_text())
+    assert (manifest["format_version"], manifest["contract"], manifest["layout"]) == (2, None, None)
+    assert "changes" not in manifest
+    for shard in root.glob("*.safetensors"):
+        assert (out / shard.name).read_bytes() == shard.read_bytes()

@@ -1,0 +1,49 @@
+"""Small checkpoints on disk, headers and configs true and values a hole, and what servers make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fse_convert.checkpoint.folder import LocalFolder
+from fse_convert.plan.changes.change import FormatChange
+from fse_convert.plan.changes.heal import heals
+from fse_convert.plan.changes.routed_fp8 import routed_fp8
+from fse_convert.plan.changes.shared_mxfp4 import shared_mxfp4
+from fse_convert.plan.source import Source, open_source
+from fse_convert.servers.judge import judge
+from fse_convert.testing.checkpoints import make_checkpoint
+
+SMALL: Mapping[str, Any] = {"hidden": 512, "width": 256, "layers": 3, "experts": 2, "vocab": 64, "sparse": True}
+AITER = tuple(f"vllm-0.{minor}-aiter" for minor in range(29, 34))
+"""vLLM's releases on ROCm, oldest first."""
+SLOTS = tuple(f"sglang-0.5.{patch}-slots" for patch in range(20, 24))
+"""SGLang's releases with slots, oldest first."""
+RECODINGS = {"routed-fp8": routed_fp8, "shared-mxfp4": shared_mxfp4}
+
+
+def made(root: Path, kind: str, **knobs: Any) -> Path:
+    """Write a small checkpoint."""
+    extra = {"engram_rows": 64} if kind == "v4.1-flash" else {}
+    return make_checkpoint(root, kind, **{**SMALL, **extra, **knobs})
+
+
+def opened(root: Path) -> Source:
+    """Open a folder."""
+    return open_source(LocalFolder(root))
+
+
+def changes_of(source: Source, names: Iterable[str]) -> tuple[FormatChange, ...]:
+    """Return the recoding that is named, which must fit, or else every mend that the checkpoint needs."""
+    found = tuple(RECODINGS[name](source.subject) for name in names if name in RECODINGS)
+    made = tuple(change for change in found if isinstance(change, FormatChange))
+    assert made == found
+    return made or heals(source.subject)
+
+
+def letters(source: Source, targets: tuple[str, ...] = AITER) -> tuple[str, ...]:
+    """Return a letter per layer for each target: (f)used, (u)nfused, (e)rror, (r)efused, unsafe (x), unknown (?)."""
+    short = {"unsafe": "x", "unknown": "?"}
+    layers = {answer.name: answer.layers for answer in judge(source.subject)}
+    return tuple("".join(short.get(v.outcome.value, v.outcome.value[0]) for v in layers[name]) for name in targets)
