@@ -274,7 +274,7 @@ class NumericsRecord(Record):
 
 
 class LossRecord(Record):
-    """The error of a rounded expert: figures of its matrices by name, and of its output. ``unusual``: not as ordinary weights have."""
+    """The error of a rounded expert: of its matrices by name, and of its output. ``unusual``: figures unlike ordinary weights."""
 
     name: str
     output: float = field(name="output_relative_l2")
