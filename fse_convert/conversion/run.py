@@ -189,6 +189,10 @@ class Conversion:
             beside = [self.folder.files[name] for name in self.plan.source.checkpoint.others]
             beside += [len(text) for text in self.texts.values()]
         layers = self.plan.kernel_layers * max(0, level.rank - Level.STORAGE.rank)
+        if self.plan.decision.changes and level.rank >= Level.NUMERICS.rank:
+            from fse_convert.verification.expected import ExpectedOutput
+
+            layers += len(tuple(ExpectedOutput.of(self.plan).recoded))
         return total + sum(job.size for job in jobs) + sum(beside), 2 * len(jobs) + len(beside) + layers
 
     def run(self, observe: Observer) -> ConversionResult:

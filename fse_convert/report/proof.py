@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from fse_convert.restoration.run import Restored
     from fse_convert.verification.findings import LayerCoverage, Sample, StorageResult
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
+    from fse_convert.verification.loss import ExpertLoss
     from fse_convert.verification.proof import Proof
 
 SHOWN = 20
@@ -96,19 +98,56 @@ def _of_layers(done: int, coverage: LayerCoverage) -> str:
 
 
 def _numerics_lines(summary: NumericsSummary) -> Iterator[str]:
-    if not summary.layers:
+    if not summary.layers and not summary.losses:
         yield "numerics: not run: no layer has the kernel layout"
         return
+    if summary.layers:
+        yield _bit_equal_line(summary)
+    if summary.losses:
+        yield from _loss_lines(summary.losses)
+    wrong = (f"  mismatch[numerics]: {layer.name}: {layer.reason}" for layer in summary.layers if not layer.passed)
+    yield from islice(wrong, SHOWN)
+
+
+def _bit_equal_line(summary: NumericsSummary) -> str:
     status = "FAILED" if summary.status == "failed" else "passed"
     results = [layer.result for layer in summary.layers if layer.result]
     worst = max(results, key=lambda r: r.relative_l2, default=None)
     distance = f"; distance to the exact expert at most {worst.relative_l2:.3g} (allowed {worst.bound:.3g})" if worst else ""
     where = f"on {worst.device}, " if worst else ""
     equal = sum(layer.passed for layer in summary.layers)
-    layers, unfit = _of_layers(equal, summary.coverage), _unfit(summary.coverage)
-    yield f"numerics: {status}: {layers} bit-equal to the source{distance}; {where}{TOKENS} tokens, seed {SEED}{unfit}"
-    wrong = (f"  mismatch[numerics]: {layer.name}: {layer.reason}" for layer in summary.layers if not layer.passed)
-    yield from islice(wrong, SHOWN)
+    which, unfit = _of_layers(equal, summary.coverage), _unfit(summary.coverage)
+    if summary.recoded:
+        which = f"{_sampled(summary.coverage.sample)}{equal} of {counted(len(summary.layers), 'expert')} that were computed"
+    return f"numerics: {status}: {which} bit-equal to the source{distance}; {where}{TOKENS} tokens, seed {SEED}{unfit}"
+
+
+def _loss_lines(losses: Sequence[ExpertLoss]) -> Iterator[str]:
+    """Say what rounding cost, at the worst, and name the matrices that it cost more than it does ordinary weights."""
+    matrices = [m for loss in losses for m in loss.matrices.values()]
+    norms = [m.norm_ratio for m in matrices]
+    figures = (
+        f"relative L2 of a matrix at most {max(m.relative_l2 for m in matrices):.4g}",
+        f"norm {min(norms):.4g} to {max(norms):.4g} of the source's",
+        f"projection at least {min(m.projection for m in matrices):.4g}",
+        f"saturated at most {max(m.saturated for m in matrices):.2%}",
+        f"flushed to zero at most {max(m.flushed for m in matrices):.2%}",
+        f"relative L2 of an expert's output at most {max(loss.output for loss in losses):.4g}",
+    )
+    yield f"numerics: measured, not bit-equal: {counted(len(losses), 'expert')} rounded: {', '.join(figures)}"
+    unusual = {name: found for loss in losses for name, found in loss.unusual.items()}
+    for name, found in islice(unusual.items(), SHOWN):
+        named = ", ".join(f"{figure.replace('_', ' ')} {value:.4g} ({_usual(figure)})" for figure, value in found.items())
+        yield f"  note: {printable(name)} lost more than ordinary weights do: {named}"
+    if len(unusual) > SHOWN:
+        yield f"  note: and {len(unusual) - SHOWN:,} more matrices"
+
+
+def _usual(figure: str) -> str:
+    from fse_convert.verification.loss import GATES
+
+    low, high = GATES[figure]
+    return f"usual: {low:g} to {high:g}" if low and high < inf else f"usual: at least {low:g}" if low else f"usual: up to {high:g}"
 
 
 def _kernel_line(summary: KernelSummary) -> str:

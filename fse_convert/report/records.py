@@ -267,7 +267,7 @@ class MismatchRecord(Record):
 
 
 class NumericsRecord(Record):
-    """The level of computed experts."""
+    """The level of computed experts. ``layers``: those that must compute the same bits; ``losses``: those that were rounded."""
 
     status: str
     of_layers: int
@@ -276,6 +276,16 @@ class NumericsRecord(Record):
     seed: int
     limit: float | None = field(name="swiglu_limit")
     layers: list[NumericsLayerRecord]
+    losses: list[LossRecord] | UnsetType = UNSET
+
+
+class LossRecord(Record):
+    """The error of a rounded expert: of its matrices by name, and of its output. ``unusual``: figures unlike ordinary weights."""
+
+    name: str
+    output: float = field(name="output_relative_l2")
+    matrices: dict[str, dict[str, float]]
+    unusual: dict[str, dict[str, float]]
 
 
 class NumericsLayerRecord(Record):
@@ -351,7 +361,8 @@ def _storage(result: StorageResult) -> StorageRecord:
 
 def _numerics(summary: NumericsSummary) -> NumericsRecord:
     layers = [fill(NumericsLayerRecord, n, n.result, status="passed" if n.passed else "failed") for n in summary.layers]
-    return fill(NumericsRecord, summary, summary.coverage, tokens=TOKENS, seed=SEED, layers=layers)
+    losses = [fill(LossRecord, loss, matrices={name: m.figures for name, m in loss.matrices.items()}) for loss in summary.losses]
+    return fill(NumericsRecord, summary, summary.coverage, tokens=TOKENS, seed=SEED, layers=layers, losses=losses or UNSET)
 
 
 def _kernel(summary: KernelSummary) -> KernelRecord:

@@ -14,6 +14,7 @@ from fse_convert.checkpoint.names import SIDECAR, SIDECAR_INDEX, SUFFIX, natural
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import FseConvertError, InvalidCheckpoint, Problem, some
 from fse_convert.sidecar.manifest import FETCH_AGAIN, json_object
+from fse_convert.sidecar.tensors import is_originals_file
 
 FIRST_READ = 32
 """Bytes that show the length of a header, or that the file is a Git LFS pointer."""
@@ -61,7 +62,16 @@ def read_sidecar(folder: Folder) -> SidecarContents:
 
 
 def shard_names(folder: Folder) -> list[str]:
-    """Name every safetensors file in ``fse/``, listed in its index or not."""
+    """Name every safetensors file of the kernel layout in ``fse/``, listed in its index or not."""
+    return [name for name in _safetensors(folder) if not is_originals_file(name)]
+
+
+def originals_names(folder: Folder) -> list[str]:
+    """Name every file in ``fse/`` that keeps source tensors as they were; its index does not list them."""
+    return [name for name in _safetensors(folder) if is_originals_file(name)]
+
+
+def _safetensors(folder: Folder) -> list[str]:
     return sorted((n for n in folder.files if n.startswith(f"{SIDECAR}/") and n.endswith(SUFFIX)), key=natural_key)
 
 

@@ -67,3 +67,8 @@ def originals_file(shard: str) -> str:
 def original_name(tensor: str) -> str:
     """Return the name under which ``fse/`` keeps a source tensor: another than its own, which the output has too."""
     return f"{ORIGINAL}.{tensor}"
+
+
+def is_originals_file(name: str) -> bool:
+    """Tell files that keep source tensors as they were from those of the kernel layout."""
+    return name.startswith(f"{SIDECAR}/{ORIGINAL}-")

@@ -1,29 +1,31 @@
-"""What an output must hold, derived from the source and its widths.
+"""What an output must hold, derived from the source, its widths, and the names of the changes of format.
 
-Verdicts and widths are the plan's. Shapes, padding, config edits and headers are worked out here a second time, on purpose without
-the planner's and the writer's code: a mistake there shows as a mismatch.
+Verdicts, widths and which changes are made are the plan's. Names, shapes, padding, edits of widths and headers are worked out here
+a second time, on purpose without the planner's and the writer's code: a mistake there shows as a mismatch.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from fse_convert.checkpoint.header import BITS, TensorInfo
+from fse_convert.checkpoint.reader import Shard
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.model.families import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
+from fse_convert.plan.changes.change import ConfigChange, changed_config
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.plan.source import Source
-from fse_convert.plan.tensors import Computed
+from fse_convert.plan.tensors import Computed, Recoded, Rule
 from fse_convert.sidecar.manifest import FUSED, ConfigEdit
-from fse_convert.sidecar.tensors import kernel_prefix
-from fse_convert.verification.findings import LayerCoverage, Sample
+from fse_convert.sidecar.tensors import kernel_prefix, original_name, originals_file
+from fse_convert.verification.findings import SEED, LayerCoverage, Sample, choose
+from fse_convert.verification.stand_ins import Tensors, kept_originals, stand_ins
 
 PACKED = 128
 """Columns under one int32 word of scales."""
@@ -46,6 +48,31 @@ class Padded:
         return old, new
 
 
+Holds = TensorInfo | Padded | Recoded
+"""What a tensor of the output must hold: a source tensor's bytes, these at the head of a larger matrix, or values coded again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTensor:
+    """A tensor that the output must have."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    holds: Holds
+
+    @property
+    def as_is(self) -> bool:
+        """Whether it is a tensor of the source, its name and dtype included."""
+        h = self.holds
+        return isinstance(h, TensorInfo) and (self.name, self.dtype, self.shape) == (h.name, h.dtype, h.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return prod(self.shape) * BITS[self.dtype] // 8
+
+
 @dataclass(frozen=True, slots=True)
 class KernelExpert:
     """A shared expert that must be in the sidecar, at padded ``width``; ``prefix`` of its four tensors' names."""
@@ -60,6 +87,11 @@ class KernelExpert:
         return self.group.experts[0].projections[role].parts[(f.scale or "") if scale else f.weight]
 
     @property
+    def name(self) -> str:
+        """The name under which the proof tells of it."""
+        return self.prefix
+
+    @property
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and stored shape by name, as vLLM 0.33 registers them; scales are stored transposed (MN-major)."""
         h, s = self.group.hidden, self.width
@@ -72,28 +104,65 @@ class KernelExpert:
 
 
 @dataclass(frozen=True, slots=True)
+class RecodedExpert:
+    """An expert in another format: expert ``number`` of a group of ``layer``. ``lossless``: whether all values stay."""
+
+    name: str
+    layer: str
+    group: ExpertGroup
+    number: int
+    lossless: bool
+
+    @property
+    def width(self) -> int:
+        """Width of the expert."""
+        return self.group.width
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of its matrices."""
+        return tuple(p.name for p in self.group.experts[self.number].projections.values())
+
+
+@dataclass(frozen=True, slots=True)
 class ExpectedOutput:
     """What a plan's output must hold.
 
-    ``padded``: tensors of the standard layout that must have grown, by name. ``experts``: shared experts that must be in
-    ``fse/``. ``left_out``: (name, reason) of every MoE layer that has none there.
+    ``shards``: the tensors of the standard layout, by file, in order. ``originals``: those that files of ``fse/`` keep as they
+    were. ``experts``: shared experts that must be in ``fse/``. ``left_out``: (name, reason) of every MoE layer that has none there,
+    where there is a kernel layout at all.
     """
 
     plan: Plan
-    padded: Mapping[str, Padded]
+    shards: Mapping[str, tuple[ExpectedTensor, ...]]
+    originals: Mapping[str, tuple[ExpectedTensor, ...]]
     experts: tuple[KernelExpert, ...]
     left_out: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, plan: Plan) -> ExpectedOutput:
         """Derive it from a plan."""
-        decision, description = plan.decision, plan.source.description
-        verdicts = {v.layer.layer.name: v.verdict.outcome.value for v in decision.verdicts}
-        experts = tuple(kernel_experts(description, verdicts, decision.n_shared * decision.width))
+        decision, source = plan.decision, plan.source
+        judged = decision.verdicts if plan.options.contract else ()
+        verdicts = {v.layer.layer.name: v.verdict.outcome.value for v in judged}
+        experts = tuple(kernel_experts(source.description, verdicts, decision.n_shared * decision.width))
         held = {e.prefix for e in experts}
-        names = [(v.layer.layer.name, v) for v in decision.verdicts]
-        left_out = tuple((name, _why(v)) for name, v in names if kernel_prefix(name) not in held)
-        return cls(plan, padded_tensors(description, decision.source_width, decision.main_width), experts, left_out)
+        names = [(v.layer.layer.name, v) for v in judged]
+        recoded = stand_ins(source, [change.name for change in decision.changes])
+        padded = padded_tensors(source.description, decision.source_width, decision.main_width)
+        kept = set() if plan.options.drop_originals else kept_originals(recoded)
+        return cls(
+            plan=plan,
+            shards={s.name: tuple(_standard(s, padded, recoded)) for s in source.checkpoint.shards},
+            originals={originals_file(s.name): found for s in source.checkpoint.shards if (found := tuple(_originals(s, kept)))},
+            experts=experts,
+            left_out=tuple((name, _why(v)) for name, v in names if kernel_prefix(name) not in held),
+        )
+
+    @property
+    def tensors(self) -> Iterator[ExpectedTensor]:
+        """The tensors of the standard layout."""
+        return (t for tensors in self.shards.values() for t in tensors)
 
     @property
     def source(self) -> Source:
@@ -121,6 +190,24 @@ class ExpectedOutput:
         return edits
 
     @property
+    def recoded(self) -> Iterator[RecodedExpert]:
+        """The experts whose format changes and that are computed: one routed expert of every layer, and the shared ones."""
+        rules = {source.name: t.holds.rule for t in self.tensors if isinstance(t.holds, Recoded) for source in t.holds.sources}
+        for d in self.source.description.layers:
+            for group in d.groups:
+                chosen = choose(Sample(1, SEED), {"": [e.name for e in group.experts]})
+                number, expert = next((i, e) for i, e in enumerate(group.experts) if e.name in chosen)
+                parts = (info.name for projection in expert.projections.values() for info in projection.parts.values())
+                used = {rules[name] for name in parts if name in rules}
+                if used:
+                    yield RecodedExpert(expert.name, d.layer.name, group, number, Rule.MXFP4 not in used)
+
+    @property
+    def computed_layers(self) -> int:
+        """How many layers have an expert that is computed from both sides."""
+        return len({e.prefix for e in self.experts} | {kernel_prefix(e.layer) for e in self.recoded})
+
+    @property
     def files(self) -> dict[str, list[KernelExpert]]:
         """Experts by file of ``fse/``, both in the order in which a conversion writes them."""
         known = {e.prefix: e for e in self.experts}
@@ -141,6 +228,21 @@ def _why(judged: LayerVerdict) -> str:
     if judged.verdict.reasons:
         return judged.verdict.reasons[0].message
     return "it has no shared expert" if judged.layer.shared is None else "its shared expert is not FP8 with block scales"
+
+
+def _standard(shard: Shard, padded: Mapping[str, Padded], recoded: Tensors) -> Iterator[ExpectedTensor]:
+    for t in shard.header.tensors:
+        if t.name in padded:
+            yield ExpectedTensor(t.name, t.dtype, padded[t.name].shape, padded[t.name])
+        elif t.name in recoded:
+            for name, dtype, shape, change in recoded[t.name]:
+                yield ExpectedTensor(name, dtype, shape, change if isinstance(change, Recoded) else t)
+        else:
+            yield ExpectedTensor(t.name, t.dtype, t.shape, t)
+
+
+def _originals(shard: Shard, kept: Collection[str]) -> Iterator[ExpectedTensor]:
+    return (ExpectedTensor(original_name(t.name), t.dtype, t.shape, t) for t in shard.header.tensors if t.name in kept)
 
 
 def padded_tensors(description: Description, width: int, main: int) -> dict[str, Padded]:
@@ -197,9 +299,9 @@ def kernel_experts(description: Description, verdicts: Mapping[str, str], width:
     ]
 
 
-def edited(config: Mapping[str, Any], edits: Iterable[ConfigEdit]) -> dict[str, Any]:
-    """Return a config with edits done, keys in the source's order."""
-    result: dict[str, Any] = json.loads(json.dumps(config))
+def edited(config: Mapping[str, Any], changes: Iterable[ConfigChange], edits: Iterable[ConfigEdit]) -> dict[str, Any]:
+    """Return a config after changes of format and edits of widths, keys in the source's order."""
+    result = changed_config(config, changes)
     for edit in edits:
         (result[edit.section] if edit.section else result)[edit.key] = edit.new
     return result

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.errors import printable, some
 
@@ -48,6 +49,25 @@ class Sample:
 
     count: int
     seed: int = field(default_factory=lambda: secrets.randbelow(1 << 32))
+
+
+COMPUTED = ("kernel", "recoded")
+"""Kinds of tensors that a conversion computes."""
+
+
+def choose(sample: Sample, kinds: Mapping[str, list[str]]) -> set[str]:
+    """Choose names, in turn from each kind, by a hash of name and seed: the same on every machine.
+
+    What a conversion computes comes first: the kernel layout, and what it coded again. The seed must not follow from the output,
+    or whoever damages one knows what a sample leaves out.
+    """
+
+    def rank(name: str) -> str:
+        return sha256(f"{sample.seed} {name}".encode("utf-8", "surrogatepass"))
+
+    queues = [sorted(kinds[kind], key=rank) for kind in sorted(kinds, key=lambda kind: kind not in COMPUTED)]
+    turns = (q[i] for i in range(max(map(len, queues), default=0)) for q in queues if i < len(q))
+    return {name for name, _ in zip(turns, range(sample.count), strict=False)}
 
 
 LIMIT = 100
@@ -106,7 +126,7 @@ class Findings:
 
 @dataclass(slots=True)
 class Coverage:
-    """What was compared: tensors by sort (``unchanged``, ``padded``, ``kernel``), their bytes and those of other files, files."""
+    """What was compared: tensors by sort (`Comparison.kinds`), their bytes and those of other files, files."""
 
     tensors: dict[str, int] = field(default_factory=dict)
     bytes: int = 0

@@ -17,10 +17,12 @@ from fse_convert.errors import Problem
 from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source
 from fse_convert.sidecar.tensors import shard_metadata
-from fse_convert.verification.expected import ExpectedOutput, KernelExpert, edited
+from fse_convert.verification.expected import ExpectedOutput, ExpectedTensor, Holds, KernelExpert, Padded, edited
 from fse_convert.verification.findings import Findings, Mismatch, bytes_mismatch, text_mismatches
 
 STAGED = "sidecar-foreign"
+ORIGINALS_METADATA = {"format": "pt"}
+"""Metadata of the files of ``fse/`` that keep source tensors as they were."""
 
 
 def refusals(problems: Iterable[Problem]) -> list[Mismatch]:
@@ -32,7 +34,7 @@ def refusals(problems: Iterable[Problem]) -> list[Mismatch]:
 def check_files(expected: ExpectedOutput, out: LocalFolder, findings: Findings) -> set[str]:
     """Check which files there are, the manifest aside; return those that must be equal to the source's and have its size."""
     source, kernel = expected.source, expected.files
-    names = source.checkpoint.files | kernel.keys() | ({SIDECAR_INDEX} if kernel else set())
+    names = source.checkpoint.files | kernel.keys() | expected.originals.keys() | ({SIDECAR_INDEX} if kernel else set())
     findings.add(*(Mismatch("file-missing", n, expected="a file", found="none") for n in sorted(names - out.files.keys())))
     extra = sorted(out.files.keys() - names - {MANIFEST}) + out.odd
     findings.add(*(Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra))
@@ -132,27 +134,43 @@ def raw_header(folder: Folder, shard: Shard) -> bytes:
     return folder.read(shard.name, 0, shard.header.data_start)
 
 
-def check_standard_layout(expected: ExpectedOutput, out: LocalFolder, shards: Iterable[Shard], findings: Findings) -> set[str]:
-    """Check the headers of the standard layout; return the tensors whose bytes can be compared."""
+def check_standard_layout(
+    expected: ExpectedOutput, out: LocalFolder, shards: Iterable[Shard], findings: Findings
+) -> dict[str, Holds]:
+    """Check the headers of the standard layout; return what each tensor must hold whose bytes can be compared."""
     known = {s.name: s for s in expected.source.checkpoint.shards}
-    tensors = {t.name: (s.name, t.dtype, expected.padded.get(t.name, t).shape) for s in known.values() for t in s.header.tensors}
+    for shard in shards:
+        tensors = expected.shards.get(shard.name, ())
+        if not all(t.as_is for t in tensors):  # a shard that is rewritten says `format: pt`
+            metadata = {"format": "pt", **known[shard.name].header.metadata}
+            findings.add(*header_mismatches(out, shard, _entries(tensors), metadata))
+        elif shard.name in known:
+            want, got = raw_header(expected.source.folder, known[shard.name]), raw_header(out, shard)
+            findings.add(*([bytes_mismatch("header", shard.name, want, got)] if want != got else []))
+    return _comparable(expected.shards, shards, findings)
+
+
+def check_originals(expected: ExpectedOutput, out: LocalFolder, shards: Iterable[Shard], findings: Findings) -> dict[str, Holds]:
+    """Check the headers of the files of ``fse/`` that keep source tensors; return what `check_standard_layout` does."""
+    for shard in shards:
+        if shard.name in expected.originals:
+            findings.add(*header_mismatches(out, shard, _entries(expected.originals[shard.name]), ORIGINALS_METADATA))
+    return _comparable(expected.originals, shards, findings)
+
+
+def _entries(tensors: Iterable[ExpectedTensor]) -> dict[str, Any]:
+    return header_entries((t.name, t.dtype, t.shape) for t in tensors)
+
+
+def _comparable(
+    expected: Mapping[str, tuple[ExpectedTensor, ...]], shards: Iterable[Shard], findings: Findings
+) -> dict[str, Holds]:
+    """Check that every tensor is once in its file, with its dtype and shape; return what those must hold that are."""
+    tensors = {t.name: (file, t.dtype, t.shape) for file, held in expected.items() for t in held}
     wrong = tensor_mismatches(shards, tensors)
     findings.add(*wrong)
-    for shard in shards:
-        if shard.name in known:
-            findings.add(*_standard_header(expected, out, known[shard.name], shard))
-    present = {t.name for s in shards for t in s.header.tensors}
-    return (tensors.keys() & present) - {m.tensor for m in wrong}
-
-
-def _standard_header(expected: ExpectedOutput, out: LocalFolder, theirs: Shard, ours: Shard) -> list[Mismatch]:
-    """Compare a header with the source's; that of a rewritten shard says ``format: pt`` and the new sizes."""
-    tensors = theirs.header.tensors
-    if any(t.name in expected.padded for t in tensors):
-        entries = header_entries((t.name, t.dtype, expected.padded.get(t.name, t).shape) for t in tensors)
-        return header_mismatches(out, ours, entries, {"format": "pt", **theirs.header.metadata})
-    want, got = raw_header(expected.source.folder, theirs), raw_header(out, ours)
-    return [bytes_mismatch("header", ours.name, want, got)] if want != got else []
+    right = {t.name for s in shards for t in s.header.tensors} - {m.tensor for m in wrong}
+    return {t.name: t.holds for held in expected.values() for t in held if t.name in right}
 
 
 def check_kernel_headers(expected: ExpectedOutput, out: LocalFolder, sidecar: Iterable[Shard], findings: Findings) -> None:
@@ -189,23 +207,25 @@ def check_kernel_tensors(
 
 
 def expected_texts(expected: ExpectedOutput) -> dict[str, bytes]:
-    """Return config.json and the index as they must be: the source's, with the edits that padding asks for."""
+    """Return config.json and the index as they must be: the source's, edited as changes of format and padding ask."""
     source, edits = expected.source, expected.config_edits
-    texts = {CONFIG: encode_json(edited(source.checkpoint.config, edits)) if edits else source.folder.read(CONFIG)}
+    changes = [change for c in expected.plan.decision.changes for change in c.config]
+    untouched = not edits and not changes
+    texts = {CONFIG: source.folder.read(CONFIG) if untouched else encode_json(edited(source.checkpoint.config, changes, edits))}
     if INDEX in source.folder.files:
         texts[INDEX] = _index(expected)
     return texts
 
 
 def _index(expected: ExpectedOutput) -> bytes:
-    """Return the source's index where that is right as it is, else one with true totals."""
-    source, padded = expected.source, expected.padded
-    checkpoint = source.checkpoint
-    kept = checkpoint.index_metadata or {}
-    grown = sum(p.shape[0] * p.sizes[1] - p.info.nbytes for p in padded.values())
-    metadata = {**kept, "total_size": checkpoint.total_size + grown}
+    """Return the source's index where that is right as it is, else one with the output's names and true totals."""
+    source, tensors = expected.source, list(expected.tensors)
+    kept = source.checkpoint.index_metadata or {}
+    metadata = {**kept, "total_size": sum(t.nbytes for t in tensors)}
     if isinstance(kept.get("total_parameters"), int):
-        metadata["total_parameters"] += sum(prod(p.shape) - prod(p.info.shape) for p in padded.values())
-    if not padded and metadata == checkpoint.index_metadata:
+        padded = ((t.shape, t.holds.info.shape) for t in tensors if isinstance(t.holds, Padded))
+        metadata["total_parameters"] += sum(prod(new) - prod(old) for new, old in padded)
+    if all(t.as_is for t in tensors) and metadata == source.checkpoint.index_metadata:
         return source.folder.read(INDEX)
-    return encode_json({"metadata": metadata, "weight_map": {n: checkpoint.tensors[n].shard for n in sorted(checkpoint.tensors)}})
+    places = {t.name: file for file, held in expected.shards.items() for t in held}
+    return encode_json({"metadata": metadata, "weight_map": dict(sorted(places.items()))})

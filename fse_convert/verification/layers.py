@@ -1,25 +1,29 @@
-"""Levels 2 and 3 over the layers of an output: what `numerics` and `kernel` check of one shared expert, for each of them."""
+"""Levels 2 and 3 over the layers of an output: what `numerics` and `kernel` check of one expert, for each of them.
+
+Experts in the kernel layout, and those whose format changed. An MXFP4 value is an E4M3 value under a scale for 32 columns, so one
+computation takes both sides of a lossless change; what was rounded is measured.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Shard
-from fse_convert.model.moe import Role
 from fse_convert.progress import Event, Observer, ignore
 from fse_convert.sidecar.reader import read_shards, shard_names
 from fse_convert.torch_threads import one_torch_thread
-from fse_convert.verification.addresses import GROUP, ONE, BlockScales, KernelLayout, SourceLayout
-from fse_convert.verification.expected import ExpectedOutput, KernelExpert, swiglu_limit
+from fse_convert.verification.addresses import KernelLayout, SourceLayout
+from fse_convert.verification.expected import ExpectedOutput, KernelExpert, RecodedExpert, swiglu_limit
+from fse_convert.verification.experts import StoredExpert, both_sides
 from fse_convert.verification.findings import (
     KERNEL_RAISED,
     NO_KERNEL,
@@ -29,13 +33,16 @@ from fse_convert.verification.findings import (
     TOKENS,
     LayerCoverage,
     Sample,
+    choose,
 )
 from fse_convert.verification.kernel import KernelProbe, KernelResult, check_kernel, probe
+from fse_convert.verification.loss import ExpertLoss, measure_expert
 from fse_convert.verification.numerics import NumericsResult, check_numerics, sample_hidden_states
-from fse_convert.verification.pieces import SourceTensors, block_scales
-from fse_convert.verification.storage import choose
 from fse_convert.verification.stream import InputFiles
+from fse_convert.verification.tensors import SourceTensors
 
+AnyExpert = KernelExpert | RecodedExpert
+SomeExpert = TypeVar("SomeExpert", KernelExpert, RecodedExpert, AnyExpert)
 CPU = torch.device("cpu")
 WORKERS = max(1, min(4, os.cpu_count() or 1))
 """Layers computed at a time, at most."""
@@ -47,7 +54,7 @@ BYTES_PER_ELEMENT = 24
 
 @dataclass(frozen=True, slots=True)
 class LayerNumerics:
-    """Level 2's answer for one layer; without a ``result`` its tensors could not even be read as the kernel does."""
+    """Level 2's answer for one expert; without a ``result`` its tensors could not even be read as the kernel does."""
 
     name: str
     result: NumericsResult | None
@@ -61,18 +68,24 @@ class LayerNumerics:
 
 @dataclass(frozen=True, slots=True)
 class NumericsSummary:
-    """Level 2's answer: each layer that was looked at, and which there are. ``limit``: the model's clamp of gate and up."""
+    """Level 2's answer: each expert that was looked at, and which layers there are. ``limit``: the model's clamp of gate and up.
+
+    ``layers``: of experts that must compute the same bits. ``losses``: of those that were rounded. ``recoded``: how many of both
+    were looked at because their format changed.
+    """
 
     layers: tuple[LayerNumerics, ...]
+    losses: tuple[ExpertLoss, ...]
+    recoded: int
     coverage: LayerCoverage
     limit: float | None
 
     @property
     def status(self) -> str:
-        """``passed``, ``failed`` or ``not-run``."""
-        if not self.layers:
-            return "not-run"
-        return "passed" if all(layer.passed for layer in self.layers) else "failed"
+        """``passed``, ``failed``, ``measured`` where something was rounded, or ``not-run``."""
+        if not all(layer.passed for layer in self.layers):
+            return "failed"
+        return "measured" if self.losses else "passed" if self.layers else "not-run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +116,41 @@ def check_layers(
     device: torch.device = CPU,
     observe: Observer = ignore,
 ) -> NumericsSummary:
-    """Run level 2 for every layer that must have the kernel layout, or for a sample of them. Raises OSError, EOFError."""
-    limit = swiglu_limit(expected.source)
-    experts = _choose(expected, sample)
+    """Run level 2 for every shared expert that must have the kernel layout, and for those whose format changed, or for a sample.
 
+    Raises OSError, EOFError.
+    """
+    limit = swiglu_limit(expected.source)
+    every: tuple[AnyExpert, ...] = (*expected.experts, *expected.recoded)
+    experts = _choose(every, sample)
     largest = max((e.width * e.group.hidden for e in experts), default=1)
     workers = max(1, min(WORKERS, BUDGET // (BYTES_PER_ELEMENT * largest))) if device.type == "cpu" else 1
-    layers = []
-    with _reader(expected, out) as read, one_torch_thread(), ThreadPoolExecutor(workers) as pool:
+    found: list[LayerNumerics | ExpertLoss] = []
+    with _reader(expected, out) as in_kernel_layout, both_sides(expected, out) as as_stored:
 
-        def check(expert: KernelExpert) -> LayerNumerics:
+        def check(expert: AnyExpert) -> LayerNumerics | ExpertLoss:
             x = sample_hidden_states(TOKENS, expert.group.hidden, SEED).to(device)
             try:
-                result = check_numerics(*read(expert), x, limit)
+                if isinstance(expert, KernelExpert):
+                    result = check_numerics(*in_kernel_layout(expert), x, limit)
+                elif expert.lossless:
+                    ours, theirs = as_stored(expert)
+                    result = check_numerics(ours.fused(), theirs.fused(), x, limit)
+                else:
+                    return measure_expert(expert.name, as_stored(expert), x, limit)
             except ValueError as e:
-                return LayerNumerics(expert.prefix, None, str(e))
-            return LayerNumerics(expert.prefix, result, result.reason)
+                return LayerNumerics(expert.name, None, str(e))
+            return LayerNumerics(expert.name, result, result.reason)
 
-        for layer in pool.map(check, experts):
-            layers.append(layer)
-            observe(Event(f"numerics of {layer.name}", done=True, how=READ_BACK))
-    return NumericsSummary(tuple(layers), expected.coverage(sample), limit)
+        with one_torch_thread(), ThreadPoolExecutor(workers) as pool:
+            for answer in pool.map(check, experts):
+                found.append(answer)
+                observe(Event(f"numerics of {answer.name}", done=True, how=READ_BACK))
+    layers = tuple(answer for answer in found if isinstance(answer, LayerNumerics))
+    losses = tuple(answer for answer in found if isinstance(answer, ExpertLoss))
+    coverage = replace(expected.coverage(sample), of_layers=expected.computed_layers)
+    recoded = sum(isinstance(expert, RecodedExpert) for expert in experts)
+    return NumericsSummary(layers, losses, recoded, coverage, limit)
 
 
 def run_kernel(
@@ -131,7 +158,7 @@ def run_kernel(
 ) -> KernelSummary:
     """Run level 3 for every layer that must have the kernel layout, where there is a kernel. Raises OSError, EOFError."""
     found = probe()
-    experts = _choose(expected, sample)
+    experts = _choose(expected.experts, sample)
     results: list[tuple[str, KernelResult]] = []
     if found.status != "unavailable" and experts:
         limit, shared = swiglu_limit(expected.source), expected.plan.decision.n_shared
@@ -161,9 +188,9 @@ def _conclude(results: list[tuple[str, KernelResult]], wanted: int, found: Kerne
     return "passed", "", ""
 
 
-def _choose(expected: ExpectedOutput, sample: Sample | None) -> list[KernelExpert]:
-    names = choose(sample, {"kernel": [e.prefix for e in expected.experts]}) if sample else None
-    return [e for e in expected.experts if names is None or e.prefix in names]
+def _choose(experts: Sequence[SomeExpert], sample: Sample | None) -> list[SomeExpert]:
+    names = choose(sample, {"": [e.name for e in experts]}) if sample else None
+    return [e for e in experts if names is None or e.name in names]
 
 
 @contextmanager
@@ -175,7 +202,7 @@ def _reader(expected: ExpectedOutput, out: LocalFolder) -> Iterator[Callable[[Ke
         theirs = SourceTensors.of(source.checkpoint, files)
 
         def read(expert: KernelExpert) -> tuple[KernelLayout, SourceLayout]:
-            return _kernel(expert, places, ours), _source(expert, theirs)
+            return _kernel(expert, places, ours), StoredExpert(expert.group, 0, theirs).fused()
 
         yield read
 
@@ -194,33 +221,3 @@ def _kernel(expert: KernelExpert, places: Mapping[str, tuple[Shard, TensorInfo]]
         dtype = torch.int32 if info.dtype == "I32" else torch.uint8
         tensors.append(torch.frombuffer(buffer, dtype=dtype).view(info.shape))
     return KernelLayout(*tensors)
-
-
-def _source(expert: KernelExpert, source: SourceTensors) -> SourceLayout:
-    weights = {r: source.whole(expert.tensor(r, scale=False)) for r in Role}
-    scales = {r: block_scales(expert, r, source) for r in Role}
-    blocks = {s.block for s in scales.values()}
-    codes = {r: s.codes if len(blocks) == 1 else _per_group(s) for r, s in scales.items()}
-    block = blocks.pop() if len(blocks) == 1 else (1, GROUP)
-    gate, up, down = Role
-    missing = -expert.group.width % GROUP
-    if missing:
-        full = expert.group.width + missing
-        for role in Role:
-            n, k = (weights[role].shape[0], full) if role is down else (full, weights[role].shape[1])
-            weights[role] = _grown(weights[role], n, k, 0)
-            codes[role] = _grown(codes[role], -(-n // block[0]), -(-k // block[1]), ONE)
-    return SourceLayout(weights[gate], codes[gate], weights[up], codes[up], weights[down], codes[down], block)
-
-
-def _grown(x: Tensor, rows: int, columns: int, fill: int) -> Tensor:
-    """Complete a last, partial group of channels: the kernel scales activations 32 at a time, and a zero channel adds nothing."""
-    out = torch.full((rows, columns), fill, dtype=torch.uint8)
-    out[: x.shape[0], : x.shape[1]] = x
-    return out
-
-
-def _per_group(scales: BlockScales) -> Tensor:
-    """Return scales per row and 32 columns, for experts whose projections differ in their blocks."""
-    n, k = scales.shape
-    return scales.at(torch.arange(n), torch.arange(-(-k // GROUP))[None])[0]

@@ -6,8 +6,8 @@ own layers. Padding and config edits are those that `fse_convert.verification.ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 import fse_convert
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.header import LENGTH_BYTES
+from fse_convert.checkpoint.header import LENGTH_BYTES, TensorInfo
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import InvalidCheckpoint, NotConvertible
 from fse_convert.plan.manifest import draft_manifest, shard_identities, small_digests
@@ -35,7 +35,7 @@ from fse_convert.sidecar.manifest import (
     read_value,
     typed,
 )
-from fse_convert.verification.expected import ExpectedOutput, swiglu_limit
+from fse_convert.verification.expected import ExpectedOutput, Padded, swiglu_limit
 from fse_convert.verification.findings import (
     ABSENT,
     BOUND,
@@ -48,9 +48,12 @@ from fse_convert.verification.findings import (
     json_mismatches,
     short,
 )
+from fse_convert.verification.loss import DIGITS, ExpertLoss, MatrixLoss, rounded
 
 READ_BACK_KEYS = ("proof", "files", "tensors", DIGEST)
 """Keys that a conversion adds after it has read its output back, in their order."""
+FIGURES = tuple(f.name for f in fields(MatrixLoss))
+A_FIGURE = f"a number of {DIGITS} digits"
 NOTHING_TO_RUN_ON = {"status": "not-run", "reason": NO_LAYERS}
 
 
@@ -63,6 +66,13 @@ class OutputManifest:
 
     content: Manifest
     value: Mapping[str, Any]
+
+    @property
+    def recoded(self) -> int:
+        """How many experts were computed because their format changed, as far as it is recorded."""
+        numerics = self.value["proof"].get("numerics") if isinstance(self.value.get("proof"), dict) else None
+        count = numerics.get("experts") if isinstance(numerics, dict) else None
+        return count if type(count) is int else 0
 
     @classmethod
     def read(cls, out: LocalFolder) -> OutputManifest:
@@ -116,9 +126,11 @@ def plan_again(manifest: Manifest, source: Source) -> Plan | Mismatch:
 
 def derived_keys(expected: ExpectedOutput) -> dict[str, Any]:
     """Return the keys of the manifest that are derived apart from the planner: a conversion drafts all others from its plan."""
-    tensors = (t for s in expected.source.checkpoint.shards for t in s.header.tensors)
-    padded = {t.name: list(t.shape) for t in tensors if t.name in expected.padded}
-    return {"config_edits": msgspec.to_builtins(expected.config_edits), "padded": padded}
+    padded = {t.name: list(t.holds.info.shape) for t in expected.tensors if isinstance(t.holds, Padded)}
+    copied = ((t.name, t.holds.name) for t in expected.tensors if isinstance(t.holds, TensorInfo))
+    renamed = {name: old for name, old in copied if name != old}
+    derived = {"config_edits": msgspec.to_builtins(expected.config_edits), "padded": padded}
+    return {**derived, "renamed": renamed} if renamed else derived
 
 
 def expected_manifest(expected: ExpectedOutput, texts: Mapping[str, bytes], manifest: Manifest) -> dict[str, Any]:
@@ -198,7 +210,7 @@ def proof_mismatches(
         "proof",
         {
             "storage": _expected_storage(proof.get("storage"), result, tensors) if proved else NOT_ASKED,
-            "numerics": numerics_record(layers, swiglu_limit(expected.source)) if proved and numerics != NOT_ASKED else NOT_ASKED,
+            "numerics": _expected_numerics(numerics, expected) if proved and numerics != NOT_ASKED else NOT_ASKED,
             "kernel": _expected_kernel(proof.get("kernel"), layers) if numerics != NOT_ASKED else NOT_ASKED,
         },
         proof,
@@ -215,6 +227,38 @@ def _expected_storage(recorded: Any, result: StorageResult, tensors: Mapping[str
             count = recorded.get(key)
             record[key] = count if type(count) is int and count >= record[key] - spare[key] else record[key]
     return record
+
+
+def _expected_numerics(recorded: Any, expected: ExpectedOutput) -> dict[str, Any]:
+    """Accept recorded figures of what was rounded that could be such; whether they are right, `figure_mismatches` tells."""
+    recoded = tuple(expected.recoded)
+    lossy = [e for e in recoded if not e.lossless]
+    matrices = {name: dict.fromkeys(FIGURES, A_FIGURE) for e in lossy for name in e.modules}
+    losses = {"matrices": matrices, "outputs": dict.fromkeys((e.name for e in lossy), A_FIGURE)} if lossy else {}
+    record = numerics_record(expected.computed_layers, swiglu_limit(expected.source), len(recoded), losses)
+    stated: dict[str, Any] = _stated(record, recorded)
+    return stated
+
+
+def _stated(wanted: Any, recorded: Any) -> Any:
+    """Return what is wanted, with recorded figures in the place of `A_FIGURE`."""
+    if isinstance(wanted, dict):
+        held = recorded if isinstance(recorded, dict) else {}
+        return {key: _stated(value, held.get(key)) for key, value in wanted.items()}
+    fits = wanted == A_FIGURE and isinstance(recorded, float) and isfinite(recorded) and recorded == rounded(recorded)
+    return recorded if fits else wanted
+
+
+def figure_mismatches(manifest: OutputManifest, losses: Iterable[ExpertLoss]) -> list[Mismatch]:
+    """Compare the recorded figures of what was rounded with those that were measured again; where none are recorded, nothing."""
+    proof = manifest.value.get("proof")
+    recorded = proof.get("numerics") if isinstance(proof, dict) else None
+    if not isinstance(recorded, dict) or recorded == NOT_ASKED:
+        return []
+    want = loss_record(losses)
+    held = {key: value if isinstance(value := recorded.get(key), dict) else {} for key in want}
+    got = {key: {name: held[key].get(name, ABSENT) for name in names} for key, names in want.items()}
+    return [m for key in want for m in _compare(f"proof.numerics.{key}", want[key], got[key])]
 
 
 def _expected_kernel(recorded: Any, layers: int) -> dict[str, Any]:
@@ -239,11 +283,32 @@ def storage_record(tensors: Mapping[str, int], size: int, files: int) -> dict[st
     return {"status": "passed", "tensors": dict(tensors), "bytes": size, "files": files}
 
 
-def numerics_record(layers: int, limit: float | None) -> dict[str, Any]:
-    """Return the record of a numerics level that passed, or had nothing to run on. ``limit``: the model's swiglu limit."""
+def numerics_record(layers: int, limit: float | None, recoded: int, losses: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a numerics level that passed, measured, or had nothing to run on.
+
+    ``limit``: the model's swiglu limit. ``recoded``: how many experts were computed because their format changed. ``losses``: the
+    figures of what was rounded, as `loss_record` has them.
+    """
     if not layers:
         return NOTHING_TO_RUN_ON
-    return {"status": "passed", "layers": layers, "tokens": TOKENS, "seed": SEED, "swiglu_limit": limit, "criterion": BOUND}
+    return {
+        "status": "measured" if losses else "passed",
+        "layers": layers,
+        **({"experts": recoded} if recoded else {}),
+        "tokens": TOKENS,
+        "seed": SEED,
+        "swiglu_limit": limit,
+        **(losses or {"criterion": BOUND}),
+    }
+
+
+def loss_record(losses: Iterable[ExpertLoss]) -> dict[str, dict[str, Any]]:
+    """Return the figures of what was rounded: of matrices by name, and the relative L2 of what their experts compute."""
+    held = tuple(losses)
+    if not held:
+        return {}
+    matrices = {name: m.figures for loss in held for name, m in loss.matrices.items()}
+    return {"matrices": matrices, "outputs": {loss.name: loss.output for loss in held}}
 
 
 def kernel_note(manifest: OutputManifest) -> str:

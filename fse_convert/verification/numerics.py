@@ -26,13 +26,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fse_convert.errors import EnvironmentFailure, Problem
 from fse_convert.model.moe import Role
-from fse_convert.verification.addresses import GROUP, ONE, ExpertWeights, KernelLayout, Rows, SourceLayout
+from fse_convert.verification.addresses import GROUP, ONE, ExpertWeights, Rows, SourceLayout
+from fse_convert.verification.decode import decode_codes, decode_scales
 
 E4M3_MAX = 448.0
 WORKING_SET = 48 << 20
@@ -47,23 +49,6 @@ def _sigmoid_table(device: torch.device) -> Tensor:
     """Return ``1 / (1 + exp(-g))`` in FP32 for every BF16 ``g``, by its bits; computed on the CPU: the same on every device."""
     g = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     return (1 / (1 + torch.exp(-g.double()).float())).to(device)
-
-
-@functools.cache
-def _scale_table(device: torch.device) -> Tensor:
-    values = torch.pow(2.0, torch.arange(-127, 129, dtype=torch.float64))
-    values[0xFF] = math.nan
-    return values.to(device)
-
-
-def decode_codes(codes: Tensor) -> Tensor:
-    """Decode E4M3 codes (uint8, any shape) to float64, exactly; 0x7F and 0xFF give NaN."""
-    return codes.view(torch.float8_e4m3fn).double()
-
-
-def decode_scales(scale: Tensor) -> Tensor:
-    """Decode UE8M0 bytes (uint8, any shape) to float64, exactly: ``2 ** (byte - 127)``; 0xFF gives NaN."""
-    return _scale_table(scale.device)[scale.int()]
 
 
 def quantize_input(x: Tensor) -> Rows:
@@ -184,7 +169,23 @@ class Exact:
     noise: float
 
 
-def exact_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) -> Exact:
+class Values(Protocol):
+    """An expert whose rows of gate and up ``[width, hidden]`` and of down ``[hidden, width]`` are read as float64."""
+
+    @property
+    def hidden(self) -> int: ...  # noqa: D102
+    @property
+    def width(self) -> int: ...  # noqa: D102
+    def values(self, role: Role, start: int, stop: int) -> Tensor: ...  # noqa: D102
+
+
+def _values(weights: ExpertWeights | Values, role: Role, start: int, stop: int) -> Tensor:
+    if isinstance(weights, ExpertWeights):
+        return _dequantize(weights.rows(role, start, stop))
+    return weights.values(role, start, stop)
+
+
+def exact_expert(x: Tensor, weights: ExpertWeights | Values, limit: float | None = None) -> Exact:
     """Compute the dequantised expert in float64 by plain matrix products: no BF16, no requantisation.
 
     ``x`` BF16 ``[t, h]`` is quantised first, as for the kernel: what is measured is the expert, not the rounding of
@@ -195,7 +196,7 @@ def exact_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) 
     hidden, width = weights.hidden, weights.width
     x_th = _dequantize(quantize_input(x))
     gate, up = (
-        torch.cat([x_th @ _dequantize(weights.rows(role, *rows)).T for rows in _chunks(width, 16 * hidden)], 1)
+        torch.cat([x_th @ _values(weights, role, *rows).to(x.device).T for rows in _chunks(width, 16 * hidden)], 1)
         for role in (Role.GATE, Role.UP)
     )
     if limit is not None:
@@ -207,7 +208,7 @@ def exact_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) 
     error = torch.maximum(a.abs() * relative, amax * (2 / E4M3_MAX) * 2**-10)  # the latter: half a subnormal step
     output, energy = [], torch.zeros(width, dtype=torch.float64, device=x.device)
     for rows in _chunks(hidden, 16 * width):
-        w_ns = _dequantize(weights.rows(Role.DOWN, *rows))
+        w_ns = _values(weights, Role.DOWN, *rows).to(x.device)
         output.append(a @ w_ns.T)
         energy += w_ns.square_().sum(0)
     return Exact(torch.cat(output, 1), math.sqrt(float((error.square() @ energy).sum())))
@@ -300,7 +301,7 @@ def _stages(ours: Trace, expected: Trace) -> list[Difference]:
     ]
 
 
-def _padding(kernel: KernelLayout, ours: Trace, s: int) -> list[Difference]:
+def _padding(kernel: ExpertWeights, ours: Trace, s: int) -> list[Difference]:
     """Compare everything beyond source width ``s`` with what it must be: the layout's bytes, and what the run made of them."""
     g = s // GROUP
     different = []
@@ -317,9 +318,10 @@ def _padding(kernel: KernelLayout, ours: Trace, s: int) -> list[Difference]:
     return different
 
 
-def check_numerics(kernel: KernelLayout, source: SourceLayout, x: Tensor, limit: float | None = None) -> NumericsResult:
+def check_numerics(kernel: ExpertWeights, source: SourceLayout, x: Tensor, limit: float | None = None) -> NumericsResult:
     """Prove that the kernel's bytes compute what the source does, bit for bit, and close to the exact expert.
 
+    ``kernel``: the output's expert, in the kernel layout or as the standard layout has it after a change of format.
     ``x``: hidden states BF16 ``[t, hidden]``, on the device that computes. ``limit``: the model's SwiGLU limit.
     The float64 sums are compared as well as the output: one changed weight may drown in BF16 and FP8 on its way to the
     output, but not before. Memory beside the weights: about 150 MiB for up to 256 tokens.

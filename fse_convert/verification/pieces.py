@@ -13,8 +13,10 @@ from torch import Tensor
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.names import SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard
+from fse_convert.model.formats import Format
 from fse_convert.model.moe import Role
-from fse_convert.sidecar.tensors import KernelTensorName
+from fse_convert.plan.tensors import Recoded
+from fse_convert.sidecar.tensors import KernelTensorName, is_originals_file
 from fse_convert.verification.addresses import (
     GROUP,
     BlockScales,
@@ -24,58 +26,45 @@ from fse_convert.verification.addresses import (
     l1_weight_rows,
     l2_scale_bytes,
 )
-from fse_convert.verification.expected import KernelExpert, Padded
+from fse_convert.verification.expected import Holds, KernelExpert, Padded
+from fse_convert.verification.recoded import TileScales, recoded_rows
 from fse_convert.verification.stream import CHUNK, InputFiles, Memory, Piece
-
-
-@dataclass(frozen=True, slots=True)
-class SourceTensors:
-    """The source's tensors, by name and by file offset."""
-
-    files: InputFiles
-    tensors: Mapping[str, TensorInfo]
-    starts: Mapping[str, int]
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, files: InputFiles) -> SourceTensors:
-        """Find the tensors of a checkpoint whose files are open."""
-        return cls(files, checkpoint.tensors, {s.name: s.header.data_start for s in checkpoint.shards})
-
-    def read(self, info: TensorInfo, offset: int, into: memoryview) -> memoryview:
-        """Fill a buffer from a tensor's bytes at ``offset``, and from its neighbours after it."""
-        return self.files.read(info.shard, self.starts[info.shard] + info.start + offset, into)
-
-    def whole(self, info: TensorInfo) -> Tensor:
-        """Read all of a small matrix, uint8 ``[rows, row bytes]``."""
-        buffer = bytearray(info.nbytes)
-        self.read(info, 0, memoryview(buffer))
-        return torch.frombuffer(buffer, dtype=torch.uint8).view(info.shape[0], -1)
+from fse_convert.verification.tensors import Rows, SourceTensors
 
 
 @dataclass(slots=True)
 class Comparison:
     """What of an output is compared with which checkpoint; whatever is left out is only hashed.
 
-    ``checkpoint``: holds the bytes, below ``root``. ``main``: standard-layout tensors whose place and size are as expected,
-    ``padded`` those of them that grew. ``experts``: whose tensor each comparable one of ``fse/`` is. ``same``: files that must
-    be equal.
+    ``checkpoint``: holds the bytes, below ``root``. ``main``: what standard-layout tensors must hold whose place and size are as
+    expected, ``originals`` what those must that were kept. ``experts``: whose tensor each comparable one of ``fse/`` is. ``same``:
+    files that must be equal.
     """
 
     checkpoint: Checkpoint
     root: Path
-    main: Collection[str] = ()
-    padded: Mapping[str, Padded] = field(default_factory=dict)
+    main: Mapping[str, Holds] = field(default_factory=dict)
+    originals: Mapping[str, Holds] = field(default_factory=dict)
     experts: Mapping[str, KernelExpert] = field(default_factory=dict)
     same: Collection[str] = ()
 
     @property
     def kinds(self) -> dict[str, list[str]]:
-        """Comparable tensors by kind."""
+        """Comparable tensors by kind; ``recoded`` and ``original`` only where formats changed."""
+        of = {kind: sorted(n for n, held in self.main.items() if isinstance(held, kind)) for kind in (TensorInfo, Padded, Recoded)}
+        changed = {"recoded": of[Recoded], "original": sorted(self.originals)}
         return {
-            "unchanged": sorted(n for n in self.main if n not in self.padded),
-            "padded": sorted(n for n in self.main if n in self.padded),
+            "unchanged": of[TensorInfo],
+            "padded": of[Padded],
             "kernel": sorted(self.experts),
+            **{kind: names for kind, names in changed.items() if names},
         }
+
+    def holds(self, shard: Shard) -> Mapping[str, Holds]:
+        """Return what tensors of a shard must hold, as far as it is not kernel layout."""
+        if is_originals_file(shard.name):
+            return self.originals
+        return {} if shard.name.startswith(f"{SIDECAR}/") else self.main
 
 
 def plain_pieces(comparison: Comparison, name: str, size: int, source: SourceTensors) -> Iterator[Piece]:
@@ -87,20 +76,22 @@ def plain_pieces(comparison: Comparison, name: str, size: int, source: SourceTen
 
 def shard_pieces(comparison: Comparison, shard: Shard, chosen: Collection[str] | None, source: SourceTensors) -> Iterator[Piece]:
     """Cut a shard: neighbours that did not change, or are only hashed, are read as one. ``chosen``: a sample, or None."""
-    in_sidecar = shard.name.startswith(f"{SIDECAR}/")
-    start, main = shard.header.data_start, () if in_sidecar else comparison.main
-    same = {t.name: source.tensors[t.name] for t in shard.header.tensors if t.name in main and t.name not in comparison.padded}
+    in_sidecar, start, holds = shard.name.startswith(f"{SIDECAR}/"), shard.header.data_start, comparison.holds(shard)
+    same = {name: held for t in shard.header.tensors if isinstance(held := holds.get(name := t.name), TensorInfo)}
+    tiles = TileScales(source)
     if chosen is None:
         yield Piece(0, (("", start),))
     run: list[TensorInfo] = []
     for t in shard.header.tensors:
         if (chosen is not None and t.name not in chosen) or (in_sidecar and not t.nbytes):  # the tripwire holds nothing
             continue
-        rows = None
+        rows, held = None, holds.get(t.name)
         if in_sidecar and t.name in comparison.experts:
             rows = _kernel_rows(t, comparison.experts[t.name], source)
-        elif t.name in main and t.name in comparison.padded:
-            rows = _padded_rows(comparison.padded[t.name], source)
+        elif isinstance(held, Padded):
+            rows = _padded_rows(held, source)
+        elif isinstance(held, Recoded):
+            rows = recoded_rows(held, source, tiles)
         if run and (rows or not _follows(run[-1], t, same)):
             yield from _run(run, start, same, source)
             run = []
@@ -150,22 +141,8 @@ def _as_is(files: InputFiles, name: str, offset: int, size: int, memory: Memory)
     return files.read(name, offset, memory.take("source", size))
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A tensor whose ``count`` rows of ``size`` bytes are computed, some at a time, in multiples of ``multiple``.
-
-    ``expected``: (first, count, memory) -> the bytes of these rows. ``is_padding``: of a byte, by row and place in the row.
-    """
-
-    count: int
-    size: int
-    expected: Callable[[int, int, Memory], memoryview]
-    is_padding: Callable[[int, int], bool]
-    multiple: int = 1
-
-
 def _by_rows(name: str, start: int, rows: Rows) -> Iterator[Piece]:
-    step = max(1, CHUNK // rows.size // rows.multiple) * rows.multiple
+    step = max(1, CHUNK // max(rows.size, rows.work) // rows.multiple) * rows.multiple
     for first in range(0, rows.count, step):
         count = min(step, rows.count - first)
         yield Piece(
@@ -204,7 +181,7 @@ def _kernel_rows(t: TensorInfo, expert: KernelExpert, source: SourceTensors) -> 
         return Rows(2 * s, h, partial(_l1_rows, expert, source), lambda row, _: _of_row(l1_weight_rows, row) >= width, 16)
     if part == KernelTensorName.L2_WEIGHT:
         return _padded_rows(Padded(expert.tensor(Role.DOWN, scale=False), (h, s), b"\0"), source)
-    gate, up, down = (block_scales(expert, role, source) for role in Role)
+    gate, up, down = (block_scales(expert.tensor(role, scale=True), expert.group.formats[role], source) for role in Role)
     if part == KernelTensorName.L1_SCALE:
         return _scale_rows(
             t, lambda words: l1_scale_bytes(gate, up, s, words), lambda _, at: _of_row(l1_scale_rows, at // 4) >= width
@@ -245,10 +222,8 @@ def _scale_rows(t: TensorInfo, compute: Callable[[range], Tensor], is_padding: C
     return Rows(words, 4 * physical_rows, expected, is_padding)
 
 
-def block_scales(expert: KernelExpert, role: Role, source: SourceTensors) -> BlockScales:
-    """Read the scales of one projection of the source; raises ValueError when FP32 scales are not powers of two."""
-    f = expert.group.formats[role]
-    info = expert.tensor(role, scale=True)
+def block_scales(info: TensorInfo, f: Format, source: SourceTensors) -> BlockScales:
+    """Read scales of a format as UE8M0 codes; raises ValueError when FP32 scales are not powers of two."""
     if f.block is None:
         raise ValueError(f"{info.name}: no block scales")
     raw = source.whole(info)

@@ -14,7 +14,7 @@ from fse_convert.plan.source import Source, open_source
 from fse_convert.progress import Observer
 from fse_convert.sidecar.manifest import NOT_ASKED, Manifest, ProofRecord
 from fse_convert.verification.findings import NO_LAYERS, Level, Sample, StorageResult
-from fse_convert.verification.manifest import OutputManifest, numerics_record, storage_record
+from fse_convert.verification.manifest import OutputManifest, figure_mismatches, loss_record, numerics_record, storage_record
 from fse_convert.verification.storage import Output, damaged, prove_alone, prove_storage
 
 if TYPE_CHECKING:
@@ -65,9 +65,13 @@ class Proof:
         coverage = self.storage.coverage
         return ProofRecord(
             storage=storage_record(coverage.tensors, coverage.bytes, coverage.files),
-            numerics=numerics_record(len(self.numerics.layers), self.numerics.limit) if self.numerics else NOT_ASKED,
+            numerics=_numerics_record(self.numerics) if self.numerics else NOT_ASKED,
             kernel=_kernel_record(self.kernel) if self.kernel else NOT_ASKED,
         )
+
+
+def _numerics_record(summary: NumericsSummary) -> dict[str, Any]:
+    return numerics_record(summary.coverage.of_layers, summary.limit, summary.recoded, loss_record(summary.losses))
 
 
 def _kernel_record(summary: KernelSummary) -> dict[str, Any]:
@@ -106,6 +110,8 @@ def _prove(output: Output, source: Source, plan: Plan | None, level: Level, devi
     if expected is None or (plan and not storage.passed):
         return Proof(level, storage)
     numerics = check_layers(expected, output.folder, sample=output.sample, device=where, observe=observe)
+    if plan is None:
+        storage.findings.add(*figure_mismatches(output.manifest, numerics.losses))
     if level is not Level.KERNEL or (plan and numerics.status == "failed"):
         return Proof(level, storage, numerics)
     return Proof(level, storage, numerics, run_kernel(expected, output.folder, sample=output.sample, observe=observe))
@@ -144,19 +150,20 @@ class Check:
             return sum(sizes), len(sizes) + self._layers(out)
 
     def _layers(self, out: LocalFolder) -> int:
-        """Count the layers that are computed, by the manifest; `verify` says what is wrong with it."""
+        """Count what is computed, by the manifest; `verify` says what is wrong with it."""
         levels = self.wanted_level.rank - Level.STORAGE.rank
         if not levels:
             return 0
         try:
-            layers = len(OutputManifest.read(out).content.kernel_prefixes)
+            manifest = OutputManifest.read(out)
         except (InvalidCheckpoint, VerificationFailure):
             return 0
+        layers = len(manifest.content.kernel_prefixes)
         if levels > 1 and layers:
             from fse_convert.verification.kernel import probe
 
             levels -= probe().status == "unavailable"
-        return levels * layers
+        return levels * layers + manifest.recoded
 
 
 def verify(check: Check, observe: Observer) -> Proof:

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import MANIFEST, SIDECAR
@@ -26,16 +25,18 @@ from fse_convert.plan.plan import Plan
 from fse_convert.plan.source import Source, describe_source
 from fse_convert.progress import Event, Observer, ignore
 from fse_convert.sidecar.manifest import FileDigest
-from fse_convert.sidecar.reader import read_shards, shard_names
+from fse_convert.sidecar.reader import originals_names, read_shards, shard_names
 from fse_convert.sidecar.tensors import shard_metadata
 from fse_convert.torch_threads import one_torch_thread
 from fse_convert.verification.expected import PACKED, ExpectedOutput, KernelExpert, kernel_experts
-from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, text_mismatches
+from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, choose, text_mismatches
 from fse_convert.verification.headers import (
+    ORIGINALS_METADATA,
     check_clutter,
     check_files,
     check_kernel_headers,
     check_kernel_tensors,
+    check_originals,
     check_standard_layout,
     clutter_notes,
     entries_of,
@@ -57,8 +58,9 @@ from fse_convert.verification.manifest import (
     source_mismatches,
     tool_note,
 )
-from fse_convert.verification.pieces import Comparison, SourceTensors, block_scales, plain_pieces, shard_pieces
+from fse_convert.verification.pieces import Comparison, block_scales, plain_pieces, shard_pieces
 from fse_convert.verification.stream import FileReport, InputFiles, Piece, walk
+from fse_convert.verification.tensors import SourceTensors
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read at a time: each keeps one core busy with comparing and one with SHA-256."""
@@ -85,9 +87,10 @@ def prove_storage(
     """Prove an output against its source; return what was found, and what the source asks for, if that can be told.
 
     A checkpoint whose headers or config are not those in the manifest is reported as `source-differs`, and nothing is
-    compared. Else: every tensor of the source occurs once, in the same shard, with the same dtype, unchanged or padded
-    as its role demands and by exactly 0x00 (weights) or 1.0 (scales); the sidecar's tensors hold the source's bytes at
-    the kernel's addresses; and headers, indexes, config, manifest and all other files say the same.
+    compared. Else: every tensor of the source occurs once, in the same shard, unchanged, padded as its role demands and by
+    exactly 0x00 (weights) or 1.0 (scales), or under the name and in the format that a change of format gives it; the sidecar's
+    tensors hold the source's bytes at the kernel's addresses, and those that were kept are the source's; and headers, indexes,
+    config, manifest and all other files say the same.
 
     Which layers must have the kernel layout follows from the source, whatever the manifest says of them: from the ``plan`` of
     the conversion that wrote the output, or from planning again. Raises OSError, EOFError; never for what the output holds.
@@ -112,12 +115,12 @@ def prove_storage(
             findings.add(*unlike)
             return nothing, None
         findings.add(*manifest_mismatches(keys, manifest))
-    checkpoint, sidecar = _open(out, findings)
+    checkpoint, sidecar, kept = _open(out, findings)
     comparison = Comparison(
         source.checkpoint,
         source.folder.root,
         main=check_standard_layout(expected, out, checkpoint.shards, findings),
-        padded=expected.padded,
+        originals=check_originals(expected, out, kept, findings),
         experts=_comparable(source, expected.experts, expected.files, sidecar, findings),
     )
     check_kernel_headers(expected, out, sidecar, findings)
@@ -125,7 +128,7 @@ def prove_storage(
     for name, text in texts.items():
         if name in out.files:
             findings.add(*text_mismatches(name, text, out.read(name)))
-    result = _read_back(output, comparison, (*checkpoint.shards, *sidecar), findings, observe, expected)
+    result = _read_back(output, comparison, (*checkpoint.shards, *sidecar, *kept), findings, observe, expected)
     findings.add(*digest_mismatches(manifest.content, result))
     if plan is None:
         tensors = {kind: len(names) for kind, names in comparison.kinds.items()}
@@ -141,9 +144,12 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     manifest says, so this tells damage, and no editor who makes the digests again. Raises OSError, EOFError.
     """
     out, manifest, findings = output.folder, output.manifest.content, Findings(strict=output.strict)
-    checkpoint, sidecar = _open(out, findings)
+    checkpoint, sidecar, kept = _open(out, findings)
     source = describe_source(checkpoint)
-    experts = kernel_experts(source.description, manifest.verdicts, manifest.model.shared_kernel_width)
+    verdicts = manifest.verdicts if manifest.contract else {}
+    experts = kernel_experts(source.description, verdicts, manifest.model.shared_kernel_width)
+    for shard in kept:
+        findings.add(*header_mismatches(out, shard, entries_of(shard), ORIGINALS_METADATA))
     for shard in sidecar:
         findings.add(*header_mismatches(out, shard, entries_of(shard), shard_metadata(manifest.contract_name)))
     right = _comparable(source, experts, {}, sidecar, findings)
@@ -154,7 +160,7 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     comparable = {n: e for n, e in right.items() if _has_kernel_shape(e) and _ends_with_block(e, width)}
     check_clutter(out, findings)
     comparison = Comparison(checkpoint, out.root, experts=comparable)
-    result = _read_back(output, comparison, (*checkpoint.shards, *sidecar), findings, observe)
+    result = _read_back(output, comparison, (*checkpoint.shards, *sidecar, *kept), findings, observe)
     findings.add(*digest_mismatches(manifest, result))
     return result
 
@@ -166,12 +172,13 @@ def damaged(error: VerificationFailure, against: str) -> StorageResult:
     return StorageResult(against, findings)
 
 
-def _open(out: LocalFolder, findings: Findings) -> tuple[Checkpoint, list[Shard]]:
-    """Read an output's headers: of the standard layout, and of ``fse/``."""
+def _open(out: LocalFolder, findings: Findings) -> tuple[Checkpoint, list[Shard], list[Shard]]:
+    """Read an output's headers: of the standard layout, of the kernel layout in ``fse/``, and of what is kept there as it was."""
     opened = read_checkpoint(out)
     sidecar, problems = read_shards(out, shard_names(out))
-    findings.add(*refusals(opened.problems), *refusals(problems), *index_mismatches(out, sidecar))
-    return opened.checkpoint, sidecar
+    kept, more_problems = read_shards(out, originals_names(out))
+    findings.add(*refusals((*opened.problems, *problems, *more_problems)), *index_mismatches(out, sidecar))
+    return opened.checkpoint, sidecar, kept
 
 
 def _comparable(
@@ -188,7 +195,7 @@ def _comparable(
         tensors = SourceTensors.of(source.checkpoint, opened)
         for expert, role in ((e, r) for e in experts for r in Role if e.group.formats[r].scale_dtype == "F32"):
             try:
-                block_scales(expert, role, tensors)
+                block_scales(expert.tensor(role, scale=True), expert.group.formats[role], tensors)
             except ValueError as e:
                 shard = expert.tensor(role, scale=True).shard
                 findings.add(Mismatch("scale-inexact", shard, expert.prefix, expected="powers of two", found=str(e)))
@@ -205,21 +212,6 @@ def _ends_with_block(expert: KernelExpert, width: int) -> bool:
     """Tell whether a scale block ends where the source's width does, in all three projections."""
     blocks = {role: f.block or (1, 1) for role, f in expert.group.formats.items()}
     return all(width % (block[1] if role is Role.DOWN else block[0]) == 0 for role, block in blocks.items())
-
-
-def choose(sample: Sample, kinds: Mapping[str, list[str]]) -> set[str]:
-    """Choose names, in turn from each kind, by a hash of name and seed: the same on every machine.
-
-    The kernel layout comes first: it is what a conversion computes. The seed must not follow from the output, or whoever
-    damages one knows what a sample leaves out.
-    """
-
-    def rank(name: str) -> str:
-        return sha256(f"{sample.seed} {name}".encode("utf-8", "surrogatepass"))
-
-    queues = [sorted(kinds[kind], key=rank) for kind in sorted(kinds, key=lambda kind: kind != "kernel")]
-    turns = (q[i] for i in range(max(map(len, queues), default=0)) for q in queues if i < len(q))
-    return {name for name, _ in zip(turns, range(sample.count), strict=False)}
 
 
 def _read_back(

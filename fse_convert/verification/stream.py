@@ -42,6 +42,10 @@ class Memory:
         return memoryview(buffer)[:size]
 
 
+class Undefined(ValueError):
+    """The source has a value that the output's format cannot hold, so that no bytes would be right."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A range of a file: where it starts, how its bytes divide among tensors (name, bytes), and what they must be.
@@ -161,11 +165,8 @@ def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer)
                 digest.update(view[at : at + part])
                 report.tensors[tensor] = digest.hexdigest()
                 at += part
-            if piece.expect is not None:
-                expected = piece.expect(memory)
-                if not buffer.startswith(expected, 0, size) or len(expected) != size:
-                    _locate(name, piece, view, expected, mismatches)
-                report.compared += size
+            _compare(name, piece, buffer, memory, mismatches)
+            report.compared += size if piece.expect else 0
             report.size += size
             sha.give(buffer, size)
             observe(Event(name, size, how=READ_BACK))
@@ -174,6 +175,22 @@ def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer)
     report.sha256 = sha.hash.hexdigest()
     observe(Event(name, done=True, how=READ_BACK))
     return report
+
+
+def _compare(name: str, piece: Piece, buffer: bytearray, memory: Memory, mismatches: dict[str, Mismatch]) -> None:
+    """Compare the start of a buffer with what a piece must be; ``mismatches`` are by tensor."""
+    if piece.expect is None:
+        return
+    try:
+        expected = piece.expect(memory)
+    except Undefined as e:
+        tensor = piece.parts[0][0]
+        new = Mismatch("source-unfit", name, tensor, piece.start, expected="values that the format can hold", found=str(e))
+        mismatches.setdefault(tensor, new)
+        return
+    size = piece.size
+    if not buffer.startswith(expected, 0, size) or len(expected) != size:
+        _locate(name, piece, memoryview(buffer)[:size], expected, mismatches)
 
 
 def _locate(name: str, piece: Piece, view: memoryview, expected: memoryview, mismatches: dict[str, Mismatch]) -> None:

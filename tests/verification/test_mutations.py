@@ -4,57 +4,27 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.conversion.run import Conversion, Request
-from fse_convert.errors import InvalidCheckpoint, VerificationFailure
 from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Options, Plan
-from fse_convert.plan.source import Source, open_source
+from fse_convert.plan.source import open_source
 from fse_convert.progress import ignore
 from fse_convert.servers.targets import find_target
-from fse_convert.sidecar.manifest import Manifest
-from fse_convert.testing.patch import read_header
 from fse_convert.verification.expected import ExpectedOutput
 from fse_convert.verification.layers import check_layers
 from fse_convert.verification.manifest import OutputManifest, plan_again
-from fse_convert.verification.storage import Output, prove_alone, prove_storage
+from tests.verification.mutating import Converted, Mutation, alone, apply, flipped, level_1
 
 KNOBS = {"hidden": 256, "width": 160, "layers": 1, "mtp": 1, "experts": 2, "vocab": 32, "shard_size": 400_000}
 SIDECAR = "fse/shared-00001-of-00001.safetensors"
 ZEROS = {0x00, 0x80}
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """A change of one file: bytes at an offset, or its whole content (None: the file is removed)."""
-
-    region: str
-    file: str
-    offset: int
-    data: bytes | None
-    changes_numbers: bool = False
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class Converted:
-    source: Source
-    out: Path
-    manifest: Manifest
-
-    def entries(self, name: str) -> tuple[dict[str, dict], int]:
-        """Entries of a shard without its metadata, and the offset of its payload."""
-        entries, start = read_header(self.out / name)
-        return {n: e for n, e in entries.items() if n != "__metadata__"}, start
 
 
 @pytest.fixture(scope="module", params=[("v4.1-flash", {"engram_rows": 16}), ("v4-flash-base", {})], ids=lambda p: p[0])
@@ -67,34 +37,10 @@ def finished(request: pytest.FixtureRequest, made: Callable[..., Path], tmp_path
     return Converted(open_source(LocalFolder(root)), out, OutputManifest.read(LocalFolder(out)).content)
 
 
-def level_1(c: Converted) -> bool:
-    """Whether the output passes level 1 as ``verify --source`` decides it, the manifest's digests aside: they catch anything."""
-    try:
-        folder = LocalFolder(c.out)
-        manifest = OutputManifest.read(folder)
-        bare = replace(manifest, content=msgspec.structs.replace(manifest.content, files=None, tensors=None))
-        return prove_storage(Output(folder, bare), c.source)[0].passed
-    except (VerificationFailure, InvalidCheckpoint):  # a damaged manifest, or none
-        return False
-
-
-def alone(c: Converted) -> bool:
-    """Whether the output passes ``verify`` without a source, by the manifest's digests."""
-    try:
-        folder = LocalFolder(c.out)
-        return prove_alone(Output(folder, OutputManifest.read(folder))).passed
-    except (VerificationFailure, InvalidCheckpoint):
-        return False
-
-
 def level_2(c: Converted) -> bool:
     plan = plan_again(c.manifest, c.source)
     assert isinstance(plan, Plan)
     return check_layers(ExpectedOutput.of(plan), LocalFolder(c.out)).status == "passed"
-
-
-def flipped(raw: bytes, at: int, rng: random.Random) -> bytes:
-    return bytes([raw[at] ^ (1 << rng.randrange(8))])
 
 
 def tensor_mutations(c: Converted, rng: random.Random, name: str, count: int) -> Iterator[Mutation]:
@@ -212,26 +158,6 @@ def text_mutations(c: Converted, rng: random.Random) -> Iterator[Mutation]:
                 yield Mutation(region, name, 0, json.dumps(turned, indent=2, ensure_ascii=False).encode() + b"\n", whole=True)
     for name in ("fse/shared-00009.safetensors", "model-00099.safetensors", "stray.json", "sub/stray.bin"):
         yield Mutation("unlisted file", name, 0, b"{}", whole=True)
-
-
-def apply(c: Converted, m: Mutation) -> Callable[[], None]:
-    """Carry out a mutation; returns how to undo it."""
-    path = c.out / m.file
-    if not path.exists():
-        made = not path.parent.exists()
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(m.data or b"")
-        return lambda: shutil.rmtree(path.parent) if made else path.unlink()
-    before = path.read_bytes()
-    if m.data is None:
-        path.unlink()
-    elif m.whole:
-        path.write_bytes(m.data)
-    else:
-        after = before[: m.offset] + m.data + before[m.offset + len(m.data) :]
-        assert after != before, m
-        path.write_bytes(after)
-    return lambda: path.write_bytes(before) and None
 
 
 def mutations(c: Converted) -> list[Mutation]:
