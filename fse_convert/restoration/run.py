@@ -33,10 +33,9 @@ from fse_convert.restoration.formats import Recipe, recipes, restored
 from fse_convert.restoration.tensors import Bytes, TensorFile, unlike, without_padding
 from fse_convert.sidecar.manifest import read_manifest
 from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
-from fse_convert.sidecar.reader import read_shards, shard_names
-from fse_convert.sidecar.tensors import originals_file
+from fse_convert.sidecar.reader import read_shards
+from fse_convert.sidecar.tensors import is_originals_file, originals_file
 
-ORIGINALS = originals_file("")
 UNLIKE = "what is read back is not what was written"
 EDITED = "edited since the conversion"
 """How a file was restored that is not the original's."""
@@ -78,7 +77,7 @@ class Restoration:
             raise InvalidCheckpoint(*opened.problems)
         self.checkpoint = opened.checkpoint
         beside = {*self.checkpoint.others, *(self.manifest.files or ())} & self.folder.files.keys()
-        kept, problems = read_shards(self.folder, [n for n in shard_names(self.folder) if n.startswith(ORIGINALS)])
+        kept, problems = read_shards(self.folder, sorted(filter(is_originals_file, self.folder.files)))
         if problems:
             raise InvalidCheckpoint(*problems)
         self.shards = {shard.name: shard for shard in (*self.checkpoint.shards, *kept)}
