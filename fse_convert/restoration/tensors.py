@@ -54,7 +54,7 @@ class TensorFile:
 
     def whole(self, t: TensorInfo) -> memoryview:
         """Read all of a small tensor."""
-        return memoryview(b"".join(self.read(t, (t.nbytes,))))
+        return memoryview(bytearray(b"".join(self.read(t, (t.nbytes,)))))
 
     def pieces(self, t: TensorInfo) -> Iterator[memoryview]:
         """Read a tensor as it is stored."""
