@@ -279,10 +279,7 @@ def _manifest(folder: Path) -> Manifest:
     except ValueError as e:
         refuse("manifest-invalid", str(e), path, RECONVERT)
     layout = manifest.layout
-    if layout is None:
-        message = "this output was made for another kind of server: its shared experts are among the model's own shards alone"
-        refuse("layout-absent", message, path, "serve it as any other checkpoint, without this plugin's loader")
-    if (layout.name, layout.version) != (LAYOUT, LAYOUT_VERSION):
+    if layout and (layout.name, layout.version) != (LAYOUT, LAYOUT_VERSION):
         message = f"kernel layout {layout.name!r} version {layout.version}, this release knows {LAYOUT!r} version {LAYOUT_VERSION}"
         refuse("layout-unknown", message, path, UPGRADE)
     return manifest

@@ -124,7 +124,7 @@ def test_an_unknown_layer(folder: Path) -> None:
         pytest.param({"format_version": 3}, "manifest-version", id="a later format version"),
         pytest.param({"layout": {"version": 2}}, "layout-unknown", id="a later layout version"),
         pytest.param({"layout": {"name": "other"}}, "layout-unknown", id="another layout"),
-        pytest.param({"layout": None}, "layout-absent", id="no layout"),
+        pytest.param({"layout": None, "contract": None}, "sidecar-incomplete", id="no layout, and tensors in it"),
         pytest.param({"model": {"width": {"kernel": None}}}, "manifest-invalid", id="no kernel width"),
         pytest.param({"contract": {"name": "megamoe-128"}}, "layout-unknown", id="another contract than the shards'"),
         pytest.param({"model": {"n_shared_experts": 2}}, "sidecar-incomplete", id="twice the shared experts"),

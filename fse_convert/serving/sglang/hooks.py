@@ -15,6 +15,7 @@ from fse_convert.checkpoint.names import INDEX, MANIFEST, SIDECAR
 from fse_convert.servers.naming import for_version
 from fse_convert.servers.targets import TARGETS, Target
 from fse_convert.serving.sglang import guards, modes, modules
+from fse_convert.serving.sglang.storage import refuse_lost_scales
 from fse_convert.serving.sidecar import UNPROVED, KernelShared, Sidecar, open_sidecar, refuse
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,12 @@ def after_get_model_loader(loader: Any, load_config: Any, model_config: Any = No
 
 
 def after_prepare_weights(result: Any, _loader: Any, model_name_or_path: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Note the folder that a path or a hub id stands for. AFTER ``DefaultModelLoader._prepare_weights`` (loader.py:480-601)."""
-    state.folders[str(model_name_or_path)] = Path(result[0])
+    """Note the folder that a path or a hub id stands for. AFTER ``DefaultModelLoader._prepare_weights`` (loader.py:480-601).
+
+    Raises NotServable for a checkpoint whose scales SGLang would drop.
+    """
+    folder = state.folders[str(model_name_or_path)] = Path(result[0])
+    refuse_lost_scales(folder)
 
 
 def find_sidecar(load: Load | None) -> Sidecar | None:
