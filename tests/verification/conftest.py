@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fse_convert.layout import megamoe, padding, ue8m0
 from fse_convert.verification.addresses import KernelLayout, SourceLayout
+from tests.verification.recipes import KNOBS, Recipe
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -80,3 +82,24 @@ def out(output: Make) -> Path:
 def verify(out: Path, root: Path, run: Run) -> Run:
     """``verify OUT --source SOURCE`` with more arguments."""
     return lambda *more: run("verify", out, "--source", root, "-q", *more)
+
+
+@pytest.fixture(scope="session")
+def changed(made: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], tuple[Path, Path]]:
+    """Make the source and the output of a recipe, once per session; never write into them."""
+    from fse_convert.cli import main
+
+    known: dict[str, tuple[Path, Path]] = {}
+
+    def make(recipe: Recipe) -> tuple[Path, Path]:
+        if recipe.name not in known:
+            folder = tmp_path_factory.mktemp("changed")
+            root = Path(shutil.copytree(made(recipe.kind, **KNOBS), folder / "source"))
+            recipe.damage(root)
+            with pytest.raises(SystemExit) as stopped:
+                main([str(root), str(folder / "out"), *recipe.options, "-q"])
+            assert not stopped.value.code
+            known[recipe.name] = root, folder / "out"
+        return known[recipe.name]
+
+    return make

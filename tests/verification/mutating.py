@@ -21,7 +21,7 @@ from fse_convert.verification.storage import Output, prove_alone, prove_storage
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one file: bytes at an offset, or its whole content (None: the file is removed)."""
+    """A change of one file: bytes at an offset, or its whole content (None: the file is removed). ``what``: more about it."""
 
     region: str
     file: str
@@ -29,6 +29,7 @@ class Mutation:
     data: bytes | None
     changes_numbers: bool = False
     whole: bool = False
+    what: str = ""
 
 
 @dataclass(frozen=True)
