@@ -93,8 +93,8 @@ class _Stored:
         if groups is None or scale is None or (out.dtype, scale.dtype) != ("F8_E4M3", "F32") or groups.dtype not in E8M0_DTYPES:
             return None
         n, k = out.shape if len(out.shape) == 2 else (0, 0)
-        tiled = len(scale.shape) == 2 and 0 not in (*scale.shape, n, k)
-        if not tiled or k % GROUP or (t.shape, groups.shape) != ((n, k // 2), (n, k // GROUP)):
+        packed = k % GROUP == 0 and 2 * t.nbytes == out.nbytes and (t.shape, groups.shape) == ((n, k // 2), (n, k // GROUP))
+        if not packed or len(scale.shape) != 2 or 0 in (n, k, *scale.shape):
             return None
         return Recipe(source=t, stored=out, scale=scale, groups=groups)
 
