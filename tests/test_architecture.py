@@ -49,12 +49,13 @@ FLOATS = {
     "layout.to_mxfp4",
     "conversion.recoding",
     "conversion.writer",
+    "restoration.formats",
     "serving.sglang.modules",
     "verification",
     "testing",
 }
-"""Rooms and files that compute with floats: F32 scales to exponents, floats that become MXFP4, experts for the proof, a server's
-own scales."""
+"""Rooms and files that compute with floats: F32 scales to exponents and back, floats that become MXFP4, experts for the proof, a
+server's own scales."""
 
 
 def module_name(path: Path) -> str:

@@ -160,8 +160,9 @@ def _kernel_line(summary: KernelSummary) -> str:
 def print_restored(done: Restored, original: Path) -> None:
     """Print what was restored, and how sure that is."""
     how, tensors = "restored" if done.digests else "restored, NOT proved:", counted(done.tensors, "tensor")
+    undone = f"format of {done.recoded:,} restored" if done.recoded else f"padding removed from {done.unpadded:,}"
     lines = [
-        f"{how} to {printable(original)}: {tensors}, padding removed from {done.unpadded:,}; {size(done.bytes)}",
+        f"{how} to {printable(original)}: {tensors}, {undone}; {size(done.bytes)}",
         "headers, config.json and index are the original's, byte for byte, by SHA-256",
         "every tensor that was read had the digest that the manifest states"
         if done.digests

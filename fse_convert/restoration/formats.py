@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from fse_convert.checkpoint.header import Header, TensorInfo
 from fse_convert.checkpoint.reader import Shard
@@ -18,15 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E8M0_DTYPES = ("F8_E8M0", "U8")
-WEIGHT = ".weight"
-
-
-class Way(str, Enum):
-    """How a source tensor comes back: as it is stored, as exponents of F32 scales, or as MXFP4 codes of FP8 ones."""
-
-    AS_IS = "as it is"
-    EXPONENTS = "exponents"
-    CODES = "codes"
+GROUP = 32
+"""Columns of an MXFP4 weight that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +26,20 @@ class Recipe:
     """One source tensor, and what it comes back from.
 
     ``stored``: in the output's shard, or where ``kept`` among the originals. ``scale``: the F32 block scales of FP8 codes;
-    ``groups``: the source's scales of their MXFP4 groups, among the originals.
+    ``groups``: the source's scales of their MXFP4 groups, among the originals; None for what does not come back from FP8 codes.
     """
 
     source: TensorInfo
     stored: TensorInfo
     kept: bool = False
-    way: Way = Way.AS_IS
     scale: TensorInfo | None = None
     groups: TensorInfo | None = None
+
+    @property
+    def as_is(self) -> bool:
+        """Whether the output has the source's very tensor: its bytes, name and dtype."""
+        s, t = self.source, self.stored
+        return (s.name, s.dtype, s.shape) == (t.name, t.dtype, t.shape)
 
     @property
     def reads(self) -> int:
@@ -50,85 +47,101 @@ class Recipe:
         return sum(t.nbytes for t in (self.stored, self.scale, self.groups) if t)
 
 
-def recipes(source: Header, output: Shard, kept: Shard | None, renamed: Mapping[str, str]) -> list[Recipe]:
+def recipes(source: Header, output: Shard, kept: Shard | None, renamed: Mapping[str, str], *, dropped: bool) -> list[Recipe]:
     """Find the way back of every tensor of a source shard, in its order.
 
-    ``kept``: the originals of this shard, None where there are none. ``renamed``: source names by the output's. Raises
-    InvalidCheckpoint where an original is needed that the conversion was told to leave out, VerificationFailure where a tensor is
-    not there.
+    ``kept``: the originals of this shard, None where there are none; ``dropped``: whether the conversion was told to leave them
+    out. ``renamed``: source names by the output's. Raises InvalidCheckpoint where an original is needed that was left out,
+    VerificationFailure where there is nothing that a tensor can come back from.
     """
-    originals = {t.name: t for t in kept.header.tensors} if kept else {}
-    stored = {renamed.get(t.name, t.name): t for t in output.header.tensors}
-    return [_recipe(t, stored, originals, output.name) for t in source.tensors]
+    stored = _Stored(output, kept, renamed)
+    return [stored.recipe(t) or _refuse(f"{output.name}: {t.name}", dropped=dropped) for t in source.tensors]
 
 
-def _recipe(t: TensorInfo, stored: Mapping[str, TensorInfo], originals: Mapping[str, TensorInfo], shard: str) -> Recipe:
-    original, out = originals.get(original_name(t.name)), stored.get(t.name)
-    if original:
-        return Recipe(source=t, stored=original, kept=True)
-    if out is None:
-        raise unlike("tensor-missing", f"{shard}: {t.name}", "the output has no tensor that it comes from")
-    if (out.nbytes, out.shape) == (t.nbytes, t.shape):
-        return Recipe(source=t, stored=out)
-    if out.dtype == "F32" and t.dtype in E8M0_DTYPES and out.shape == t.shape:
-        return Recipe(source=t, stored=out, way=Way.EXPONENTS)
-    if out.dtype == "F8_E4M3" and out.shape[-1] == 2 * t.shape[-1]:
-        scale = next((s for s in stored if s.startswith(t.name.removesuffix(WEIGHT) + ".") and s != t.name), "")
-        groups = originals.get(original_name(scale))
-        if groups:
-            return Recipe(source=t, stored=out, way=Way.CODES, scale=stored[scale], groups=groups)
-    message = "the conversion left out the originals that this needs (--drop-originals)"
-    raise InvalidCheckpoint(Problem("originals-dropped", message, f"{shard}: {t.name}", "keep the source, or convert it again"))
+def _refuse(where: str, *, dropped: bool) -> NoReturn:
+    if dropped:
+        message = "the conversion left out the originals that this needs (--drop-originals)"
+        raise InvalidCheckpoint(Problem("originals-dropped", message, where, "keep the source, or convert it again"))
+    raise unlike("tensor-missing", where, "nothing in the output or its fse/ has the form that this tensor comes back from")
+
+
+class _Stored:
+    """What the tensors of one source shard can come back from: the output's and the originals, both by the source's names."""
+
+    def __init__(self, output: Shard, kept: Shard | None, renamed: Mapping[str, str]) -> None:
+        self.tensors = {renamed.get(t.name, t.name): t for t in output.header.tensors}
+        self.originals = {t.name.removeprefix(original_name("")): t for t in kept.header.tensors} if kept else {}
+        self.scales = {name.rpartition(".")[0]: name for name in self.originals}
+
+    def recipe(self, t: TensorInfo) -> Recipe | None:
+        """Return the way back of a source tensor, None where there is none."""
+        original, out = self.originals.get(t.name), self.tensors.get(t.name)
+        if original:
+            same = (original.dtype, original.shape) == (t.dtype, t.shape)
+            return Recipe(source=t, stored=original, kept=True) if same else None
+        if out is None:
+            return None
+        of_scales = out.dtype == "F32" and t.dtype in E8M0_DTYPES
+        if out.shape == t.shape and (out.nbytes == t.nbytes or of_scales):
+            return Recipe(source=t, stored=out)
+        return self._of_codes(t, out)
+
+    def _of_codes(self, t: TensorInfo, out: TensorInfo) -> Recipe | None:
+        """Return the way back from FP8 codes, for which their scales must be in the output and among the originals."""
+        name = self.scales.get(t.name.rpartition(".")[0], "")
+        groups, scale = self.originals.get(name), self.tensors.get(name)
+        if groups is None or scale is None or (out.dtype, scale.dtype) != ("F8_E4M3", "F32") or groups.dtype not in E8M0_DTYPES:
+            return None
+        n, k = out.shape if len(out.shape) == 2 else (0, 0)
+        packed = k % GROUP == 0 and 2 * t.nbytes == out.nbytes and (t.shape, groups.shape) == ((n, k // 2), (n, k // GROUP))
+        if not packed or len(scale.shape) != 2 or 0 in (n, k, *scale.shape):
+            return None
+        return Recipe(source=t, stored=out, scale=scale, groups=groups)
 
 
 def restored(recipe: Recipe, output: TensorFile, kept: TensorFile | None) -> Iterator[Bytes]:
     """Yield the bytes of one source tensor, in file order. Raises VerificationFailure for what no source can have become."""
     if recipe.kept and kept:
         yield from kept.pieces(recipe.stored)
-    elif recipe.way is Way.EXPONENTS:
-        yield from _exponents(recipe, output)
-    elif recipe.way is Way.CODES and kept:
-        yield from _codes(recipe, output, kept)
+    elif recipe.scale and recipe.groups and kept:
+        yield from _codes(recipe.stored, _exponents(recipe.scale, output), kept.whole(recipe.groups), output)
+    elif recipe.stored.nbytes != recipe.source.nbytes:
+        yield _bytes(_exponents(recipe.stored, output))
     else:
         yield from output.pieces(recipe.stored)
 
 
-def _exponents(recipe: Recipe, output: TensorFile) -> Iterator[Bytes]:
-    """Yield E8M0 bytes of F32 scales."""
+def _exponents(scale: TensorInfo, output: TensorFile) -> Tensor:
+    """Return the E8M0 bytes of F32 scales, in their shape."""
     import torch
 
     from fse_convert.layout.ue8m0 import from_fp32
 
-    for piece in output.pieces(recipe.stored):
-        try:
-            yield _bytes(from_fp32(torch.frombuffer(piece, dtype=torch.float32)))
-        except ValueError as e:
-            raise _damaged(recipe, output, e) from e
+    try:
+        return from_fp32(torch.frombuffer(output.whole(scale), dtype=torch.float32).view(scale.shape))
+    except ValueError as e:
+        raise _damaged(scale, output, str(e)) from e
 
 
-def _codes(recipe: Recipe, output: TensorFile, kept: TensorFile) -> Iterator[Bytes]:
-    """Yield MXFP4 codes of FP8 ones, in bands of whole blocks."""
+def _codes(weight: TensorInfo, scale: Tensor, groups: memoryview, output: TensorFile) -> Iterator[Bytes]:
+    """Yield the MXFP4 codes of FP8 ``[n, k]``, in bands of whole blocks."""
     import torch
 
+    from fse_convert.layout.mxfp4 import Unencodable
     from fse_convert.layout.mxfp4_to_fp8 import to_mxfp4
-    from fse_convert.layout.ue8m0 import from_fp32
 
-    if recipe.scale is None or recipe.groups is None:
-        raise TypeError(recipe)
-    (n, k), (tiles, _) = recipe.stored.shape, recipe.scale.shape
-    block = tuple(_block(*sizes) for sizes in zip((n, k), recipe.scale.shape, strict=True))
-    scale = torch.frombuffer(output.whole(recipe.scale), dtype=torch.float32).view(tiles, -1)
-    groups = torch.frombuffer(kept.whole(recipe.groups), dtype=torch.uint8).view(n, -1)
-    step = max(1, CHUNK // (block[0] * k)) * block[0]
+    n, k = weight.shape
+    rows, columns = (_block(*sizes) for sizes in zip(weight.shape, scale.shape, strict=True))
+    sf_ng = torch.frombuffer(groups, dtype=torch.uint8).view(n, -1)
+    step = max(1, CHUNK // (rows * k)) * rows
     bands = [(first, min(step, n - first)) for first in range(0, n, step)]
-    for (first, rows), piece in zip(bands, output.read(recipe.stored, (rows * k for _, rows in bands)), strict=True):
-        codes = torch.frombuffer(piece, dtype=torch.uint8).view(rows, k)
-        of = slice(first // block[0], ceil_div(first + rows, block[0]))
+    for (first, count), piece in zip(bands, output.read(weight, (count * k for _, count in bands)), strict=True):
+        codes_nk = torch.frombuffer(piece, dtype=torch.uint8).view(count, k)
+        tiles = scale[first // rows : ceil_div(first + count, rows)]
         try:
-            packed = to_mxfp4(codes, from_fp32(scale[of]), groups[first : first + rows], (block[0], block[1]))
+            yield _bytes(to_mxfp4(codes_nk, tiles, sf_ng[first : first + count], (rows, columns)))
         except ValueError as e:
-            raise _damaged(recipe, output, e) from e
-        yield _bytes(packed)
+            raise _damaged(weight, output, e.sentence(first) if isinstance(e, Unencodable) else str(e)) from e
 
 
 def _bytes(x: Tensor) -> bytearray:
@@ -145,5 +158,5 @@ def _block(size: int, tiles: int) -> int:
     return next(b for b in (1 << i for i in range(size.bit_length() + 1)) if ceil_div(size, b) <= tiles)
 
 
-def _damaged(recipe: Recipe, output: TensorFile, error: ValueError) -> Exception:
-    return unlike("tensor-damaged", f"{output.shard.name}: {recipe.stored.name}", f"no source can have become it: {error}")
+def _damaged(t: TensorInfo, output: TensorFile, message: str) -> Exception:
+    return unlike("tensor-damaged", f"{output.shard.name}: {t.name}", f"no source can have become it: {message}")

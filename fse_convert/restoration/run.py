@@ -31,7 +31,7 @@ from fse_convert.output.staging import Staging, check_output, check_space, check
 from fse_convert.progress import Event, Observer
 from fse_convert.restoration.formats import Recipe, recipes, restored
 from fse_convert.restoration.tensors import Bytes, TensorFile, unlike, without_padding
-from fse_convert.sidecar.manifest import read_manifest
+from fse_convert.sidecar.manifest import damaged_manifest, read_manifest
 from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
 from fse_convert.sidecar.reader import read_shards
 from fse_convert.sidecar.tensors import is_originals_file, originals_file
@@ -43,14 +43,16 @@ EDITED = "edited since the conversion"
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was restored: how each file came to be, how many tensors lost padding, and whether there were digests to compare.
+    """What was restored: how each file came to be, and whether there were digests to compare.
 
+    ``recoded``: how many tensors had another format, name or dtype; ``unpadded``: how many lost padding.
     ``edited``: files that are not the original's, since they were added, edited or removed once the output was published.
     """
 
     files: dict[str, str]
     bytes: int
     tensors: int
+    recoded: int
     unpadded: int
     digests: bool
     edited: tuple[str, ...] = ()
@@ -73,15 +75,17 @@ class Restoration:
         with environment(original):
             self.manifest = read_manifest(self.folder)
             opened = read_checkpoint(self.folder)
-        if opened.problems:
-            raise InvalidCheckpoint(*opened.problems)
-        self.checkpoint = opened.checkpoint
-        beside = {*self.checkpoint.others, *(self.manifest.files or ())} & self.folder.files.keys()
-        kept, problems = read_shards(self.folder, sorted(filter(is_originals_file, self.folder.files)))
-        if problems:
-            raise InvalidCheckpoint(*problems)
+            if opened.problems:
+                raise InvalidCheckpoint(*opened.problems)
+            self.checkpoint = opened.checkpoint
+            self._check_complete()
+            originals = [n for s in self.checkpoint.shards if (n := originals_file(s.name)) in self.folder.files]
+            kept, problems = read_shards(self.folder, originals)
+            if problems:
+                raise InvalidCheckpoint(*problems)
         self.shards = {shard.name: shard for shard in (*self.checkpoint.shards, *kept)}
         self.recipes = {s.name: found for s in self.checkpoint.shards if (found := self._recipes(s))}
+        beside = {*self.checkpoint.others, *(self.manifest.files or ())} & self.folder.files.keys()
         parts = {CONFIG, INDEX, *self.manifest.source.shards}
         self.others = sorted(n for n in beside - parts if not n.startswith(f"{SIDECAR}/"))
 
@@ -100,7 +104,6 @@ class Restoration:
         with environment(self.original):
             check_space(self.original, self._room())
             with stage(self.original) as staging, reading(self.folder):
-                self._check_complete()
                 files = {shard.name: self._restore_shard(shard, staging, observe) for shard in self.checkpoint.shards}
                 files[CONFIG] = self._restore_text(CONFIG, config_candidates(self.checkpoint.config, self.manifest.edits), staging)
                 if INDEX in source.files:
@@ -111,7 +114,8 @@ class Restoration:
         return Restored(
             files=files,
             bytes=sum(stamp.size for stamp in self.staged.values()),
-            tensors=len(self.checkpoint.tensors),
+            tensors=sum(len(self.recipes.get(s.name, s.header.tensors)) for s in self.checkpoint.shards),
+            recoded=sum(not recipe.as_is for changed in self.recipes.values() for recipe in changed),
             unpadded=len(self.manifest.padded.keys() & self.checkpoint.tensors.keys()),
             digests=self.manifest.tensors is not None,
             edited=tuple(sorted(self.edited)),
@@ -134,7 +138,8 @@ class Restoration:
     def _check_complete(self) -> None:
         """Refuse an output that lacks a file of the original, or of which no digest says what its links must lead to."""
         expected = {*self.manifest.source.shards, *self.manifest.source.files, *(self.manifest.files or ())}
-        missing = sorted(n for n in expected if n not in self.folder.files and not n.startswith(f"{SIDECAR}/"))
+        needless = {n for n in expected if n.startswith(f"{SIDECAR}/") and not is_originals_file(n)}
+        missing = sorted(expected - needless - self.folder.files.keys())
         self.edited.update(n for n in missing if self._may_differ(n))
         missing = [n for n in missing if not self._may_differ(n)]
         if missing:
@@ -205,9 +210,14 @@ class Restoration:
         identity = self.manifest.source.shards.get(shard.name)
         if text is None or identity is None or self.manifest.changes is UNSET:
             return []
-        header = parse_header(text.encode("utf-8"), identity.size, shard.name)
+        raw = self._derive(shard.name, identity.header_sha256, ())[LENGTH_BYTES:]
+        try:
+            header = parse_header(raw, identity.size, shard.name)
+        except InvalidCheckpoint as e:
+            raise damaged_manifest(f"the source's header of {e.problems[0].where} does not fit: {e.problems[0].message}") from e
         renamed = {} if self.manifest.renamed is UNSET else self.manifest.renamed
-        return recipes(header, shard, self.shards.get(originals_file(shard.name)), renamed)
+        dropped = self.manifest.arguments.drop_originals is True
+        return recipes(header, shard, self.shards.get(originals_file(shard.name)), renamed, dropped=dropped)
 
     def _restored(self, shard: Shard, observe: Observer) -> Iterator[Bytes]:
         """Yield the bytes of a changed shard's source tensors."""

@@ -54,7 +54,8 @@ class TensorFile:
 
     def whole(self, t: TensorInfo) -> memoryview:
         """Read all of a small tensor."""
-        return memoryview(bytearray(b"".join(self.read(t, (t.nbytes,)))))
+        (piece,) = self.read(t, (t.nbytes,))
+        return piece
 
     def pieces(self, t: TensorInfo) -> Iterator[memoryview]:
         """Read a tensor as it is stored."""

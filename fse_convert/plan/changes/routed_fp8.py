@@ -14,6 +14,8 @@ from fse_convert.plan.tensors import Recoded, Rule, TensorSpec
 from fse_convert.servers.subject import Subject
 
 NAME = "routed-fp8"
+GROUP = 32
+"""Columns of an MXFP4 weight that share a scale."""
 
 
 @garbage_collection_paused()
@@ -32,6 +34,8 @@ def routed_fp8(subject: Subject) -> Result:
         return _unfit(f"routed experts must be MXFP4 in every layer, here they are: {', '.join(stored) or 'none'}")
     if subject.quantization.method not in FP8_METHODS or block is None:
         return _unfit("config.json must describe DeepSeek's FP8, with the weight_block_size that the experts get")
+    if block[1] % GROUP or any(side & (side - 1) for side in block):  # `restore` tells such a block from the shapes
+        return _unfit(f"weight_block_size is {list(block)}; its sides must be powers of two, of at least {GROUP} columns")
     tensors: Tensors = {}
     originals: set[str] = set()
     for layer in layers:

@@ -21,7 +21,7 @@ from fse_convert.testing.memory import Tensors, subject_of
 from fse_convert.testing.patch import edit_config
 from tests.plan.changes.conftest import Make
 from tests.plan.changes.models import SLOTS, letters
-from tests.plan.changes.recipes import dropping
+from tests.plan.changes.recipes import dropping, setting
 
 
 def fitting(source: Source | Subject) -> FormatChange:
@@ -134,6 +134,16 @@ def test_sglang_fuses_the_output_as_it_is(small: Make) -> None:
             "v4-flash",
             {"damage": dropping("weight_block_size")},
             "config.json must describe DeepSeek's FP8, with the weight_block_size that the experts get",
+        ),
+        (
+            "v4-flash",
+            {"damage": setting(weight_block_size=[16, 16]), "stored": dict.fromkeys(("shared", "linear"), "bf16")},
+            "weight_block_size is [16, 16]; its sides must be powers of two, of at least 32 columns",
+        ),
+        (
+            "v4-flash",
+            {"damage": setting(weight_block_size=[96, 96]), "stored": dict.fromkeys(("shared", "linear"), "bf16")},
+            "weight_block_size is [96, 96]; its sides must be powers of two, of at least 32 columns",
         ),
     ],
 )
