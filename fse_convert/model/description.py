@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fse_convert.errors import Problem
-from fse_convert.model.families import FAMILIES, Family
+from fse_convert.model.families import FAMILIES
+from fse_convert.model.family import Family
 from fse_convert.model.formats import Format
 from fse_convert.model.grouping import Seen
 from fse_convert.model.moe import Expert, MoELayer, Role
@@ -35,12 +36,18 @@ class ExpertGroup:
 
     @property
     def gate(self) -> Format:
-        """The format of the gate projections, which tells the experts' kind."""
-        return self.formats[Role.GATE]
+        """The format that tells the experts' kind: of the gate projections, or of up where the experts have no gate."""
+        return self.formats.get(Role.GATE, self.formats[Role.UP])
+
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have a gate projection."""
+        return Role.GATE in self.formats
 
     def stored_like(self, other: ExpertGroup) -> bool:
         """Tell whether one kernel could read the experts of both groups."""
-        return all(self.formats[role].same_storage == other.formats[role].same_storage for role in Role)
+        mine, theirs = ({role: f.same_storage for role, f in group.formats.items()} for group in (self, other))
+        return mine == theirs
 
 
 @dataclass(frozen=True, slots=True)

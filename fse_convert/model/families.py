@@ -1,186 +1,40 @@
 """Model families as data: how each names its experts, and which config keys hold their widths.
 
-To add a family, add a row. Sources: model files of vLLM 0.33 and transformers 5.24, named per row; transformers'
-``conversion_mapping.py`` says how checkpoints spell names that its modules spell differently.
+To add a family, add a row (to `ROUTED_ONLY`, if it has no shared experts). Sources: model files of vLLM 0.33, SGLang 0.5.23 and
+transformers 5.24, named per row; transformers' ``conversion_mapping.py`` says how checkpoints spell names that its modules spell
+differently.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from fse_convert.model.moe import Role
-
-W_NAMES = {"w1": Role.GATE, "w3": Role.UP, "w2": Role.DOWN}
-PROJ_NAMES = {"gate_proj": Role.GATE, "up_proj": Role.UP, "down_proj": Role.DOWN}
-MODEL_LAYERS = r"(?:language_model\.)?model\.(?:language_model\.)?layers"
-BARE_LAYERS = r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers"
-SPARSE = "block_sparse_moe"
-
-
-@dataclass(frozen=True)
-class Sparse:
-    """The keys that say which decoder layers have experts; None: the family has no such key.
-
-    Layer i has some from ``first`` to ``last`` if ``i + ahead`` is a multiple of ``step``, unless ``dense`` lists it. ``step`` may
-    also hold a flag per layer. A list ``mlp_layer_types``, as transformers 5 writes it, decides before all of them.
-    """
-
-    first: str | None = None
-    last: str | None = None
-    step: str | None = None
-    ahead: int = 0
-    dense: str | None = None
-
-
-EVERY_LAYER = Sparse()
-DENSE_PREFIX = Sparse(first="first_k_dense_replace", step="moe_layer_freq")
-"""vLLM 0.33 model_executor/models/deepseek_v2.py, and those that follow it."""
-
-
-class Share(Enum):
-    """Whose width a key states."""
-
-    ROUTED = "a routed expert"
-    SHARED = "the shared MLP"
-    ONE_SHARED = "one shared expert"
-
-
-@dataclass(frozen=True)
-class Width:
-    """A key from which some loader builds experts: padding edits every one that is there.
-
-    ``assumed``: the width that loaders take where the key is missing; empty where they then read another key. ``optional``:
-    some loaders never read it. ``dense``: dense MLPs of decoder layers are built from it too.
-    """
-
-    key: str
-    share: Share = Share.ROUTED
-    assumed: str = ""
-    optional: bool = False
-    dense: bool = False
-
-    def of(self, routed: int | None, shared: int | None, n_shared: int) -> int | None:
-        """Return what the key must say of experts so wide, ``n_shared`` of them shared; None where no integer says it."""
-        if self.share is Share.ROUTED:
-            return routed
-        if self.share is Share.SHARED or shared is None:
-            return shared
-        return shared // n_shared if n_shared and shared % n_shared == 0 else None
-
-
-DEFAULT = "a default of their own"
-MOE = Width("moe_intermediate_size", assumed=DEFAULT)
-EITHER = Width("intermediate_size", assumed=DEFAULT)
-SECTIONS = ("", "text_config")
-"""Where config.json keeps the text model's keys: at the top level, or nested."""
-
-
-@dataclass(frozen=True)
-class Stated:
-    """A key that config.json has, and the section that it stands in. ``number``: the one integer that ``value`` means, if any."""
-
-    section: str
-    key: str
-    value: Any
-    number: int | None
-
-    @property
-    def path(self) -> str:
-        """The key as people write it."""
-        return f"{self.section}.{self.key}" if self.section else self.key
-
-
-@dataclass(frozen=True)
-class Family:
-    """One way of naming a MoE model's experts and of writing their sizes into config.json.
-
-    ``layers`` and ``mtp`` are regular expressions for what stands before a layer's number, ``block`` for the MoE block
-    behind it. With ``mtp`` None, MTP layers are numbered on from the decoder layers (DeepSeek-V3). ``beside``: the
-    shared expert stands beside the block, not inside it. ``widths``: the keys that state how wide experts are.
-    ``n_routed_keys``, ``n_shared_keys``: the names of either number (without one for shared experts there is one);
-    ``per_modality``: as a list it has a part per modality. ``gated``: a gate of its own scales the shared expert's output.
-    ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``: routed experts of MTP layers, where
-    they have a key of their own.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    source: str
-    layers: str = MODEL_LAYERS
-    mtp: str | None = None
-    block: str = "mlp"
-    shared: str = "shared_experts"
-    beside: bool = False
-    routed_names: Mapping[str, Role] = field(default_factory=lambda: PROJ_NAMES)
-    shared_names: Mapping[str, Role] = field(default_factory=lambda: PROJ_NAMES)
-    widths: tuple[Width, ...] = (MOE,)
-    n_routed_keys: tuple[str, ...] = ("n_routed_experts",)
-    n_shared_keys: tuple[str, ...] = ("n_shared_experts",)
-    per_modality: bool = False
-    mtp_key: str | None = "num_nextn_predict_layers"
-    gated: bool = False
-    sparse: Sparse | None = DENSE_PREFIX
-    mtp_routed_key: str | None = None
-
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Matches the prefix of a MoE block, ``layers.3.ffn``: groups layer, number, mtp, block."""
-        mtp = f"(?P<mtp>{self.mtp})" if self.mtp else "(?P<mtp>(?!))"
-        block = rf"(?:\.(?P<block>{self.block}))" + ("?" if self.beside else "")
-        return re.compile(rf"(?P<layer>(?:{mtp}|{self.layers})\.(?P<number>\d+)){block}")
-
-    def section(self, config: Mapping[str, Any]) -> str:
-        """Name of the config section that holds the width of a routed expert; empty for the top level."""
-        return next((name for name in SECTIONS for w in self.widths if place(config, name).get(w.key) is not None), "")
-
-    def stated(self, config: Mapping[str, Any], *keys: str | None) -> Iterator[Stated]:
-        """Yield every statement of some keys that mean the same, those in the section that holds the widths first."""
-        for name in dict.fromkeys((self.section(config), *SECTIONS)):
-            for key in keys:
-                if key and (value := place(config, name).get(key)) is not None:
-                    yield Stated(name, key, value, self._number(key, value))
-
-    def value(self, config: Mapping[str, Any], key: str | None) -> object:
-        """Read a key wherever it stands; None when absent."""
-        return next((s.value for s in self.stated(config, key)), None)
-
-    def number(self, config: Mapping[str, Any], *keys: str | None) -> int | None:
-        """Read an integer under any of its names; None when absent or not an integer."""
-        return next((s.number for s in self.stated(config, *keys)), None)
-
-    def shared_count(self, config: Mapping[str, Any]) -> int:
-        """Return the number of shared experts per layer: 0 where the key is null, one where the config does not say."""
-        written = self.number(config, *self.n_shared_keys)
-        if written is not None:
-            return written
-        null = any(place(config, name).get(key, 1) is None for name in SECTIONS for key in self.n_shared_keys)
-        return 0 if null else 1
-
-    def _number(self, key: str, value: object) -> int | None:
-        """Return an integer: itself, a list of equal ones (one per layer), the sum of a list per modality; None of others."""
-        if isinstance(value, list) and value and all(type(v) is int for v in value):
-            if self.per_modality and key in (*self.n_routed_keys, *self.n_shared_keys):
-                return sum(value)
-            value = value[0] if len(set(value)) == 1 else None
-        return value if type(value) is int else None
-
-
-def place(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    """Return a section of config.json, the whole of it for an empty name; empty where there is none."""
-    found = config.get(section) if section else config
-    return found if isinstance(found, Mapping) else {}
-
+from fse_convert.model.families_routed import ROUTED_ONLY
+from fse_convert.model.family import (
+    BARE_LAYERS,
+    DEFAULT,
+    EITHER,
+    EVERY_LAYER,
+    MOE,
+    SECTIONS,
+    SPARSE,
+    STEPPED,
+    UNGATED,
+    W_NAMES,
+    Family,
+    Share,
+    Sparse,
+    Width,
+    place,
+)
 
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
     model_types=("deepseek_v4", "deepseek_v4_text"),
     source="vLLM 0.33 models/deepseek_v4/nvidia/model.py; transformers 5.24 deepseek_v4 (intermediate_size, where it is, wins)",
-    layers="layers",
+    layers=r"(?:model\.)?layers",  # transformers 5.24 saves them under `model.`
     mtp="mtp",
     block="ffn",
     routed_names=W_NAMES,
@@ -188,6 +42,13 @@ DEEPSEEK_V4 = Family(
     widths=(MOE, Width("intermediate_size")),
     sparse=EVERY_LAYER,
     mtp_routed_key="dspark_n_routed_experts",
+)
+
+DEEPSEEK_V3 = Family(
+    name="DeepSeek-V3",
+    model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32"),
+    source="vLLM 0.33 model_executor/models/deepseek_v2.py:362-380, models/deepseek_v32;"
+    " SGLang 0.5.23 models/deepseek_v2.py:758, 870",
 )
 
 QWEN3_NEXT = Family(
@@ -200,8 +61,19 @@ QWEN3_NEXT = Family(
     n_routed_keys=("num_experts",),
     n_shared_keys=(),
     gated=True,
-    sparse=Sparse(step="decoder_sparse_step", ahead=1, dense="mlp_only_layers"),  # transformers 5.24 modeling_qwen3_next.py
+    sparse=STEPPED,
 )
+
+TOTAL = "moe_shared_expert_intermediate_size"
+LING = Family(
+    name="Ling",
+    model_types=("bailing_moe", "bailing_moe_v2", "llada2_moe"),
+    source="vLLM 0.33 model_executor/models/bailing_moe.py:280-301; SGLang 0.5.23 models/bailing_moe.py:333, llada2.py:677-697",
+    widths=(MOE, Width(TOTAL, Share.ONE_SHARED)),
+    n_routed_keys=("num_experts",),
+    n_shared_keys=("num_shared_experts",),
+)
+NUMBERED = replace(DEEPSEEK_V3, n_routed_keys=("num_experts",), n_shared_keys=("num_shared_experts",))
 
 FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V4,
@@ -211,11 +83,7 @@ FAMILIES: tuple[Family, ...] = (
         source="vLLM 0.33 models/deepseek_v41/nvidia/model.py, transformers_utils/configs/deepseek_v41.py",
         widths=(MOE,),
     ),
-    Family(
-        name="DeepSeek-V3",
-        model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32"),
-        source="vLLM 0.33 model_executor/models/deepseek_v2.py, models/deepseek_v32",
-    ),
+    DEEPSEEK_V3,
     Family(
         name="Kimi-K2",
         model_types=("kimi_k2", "kimi_k25"),
@@ -254,6 +122,7 @@ FAMILIES: tuple[Family, ...] = (
             EITHER,
             Width("shared_intermediate_size", Share.SHARED, assumed="3072 (transformers 5.24)", optional=True),
         ),
+        readings=(Width(EITHER.key, Share.ONE_SHARED),),  # of vLLM and SGLang, where transformers reads the key above
         n_routed_keys=("num_local_experts",),
         mtp_key="num_mtp_modules",
     ),
@@ -354,6 +223,156 @@ FAMILIES: tuple[Family, ...] = (
         n_shared_keys=(),
         sparse=None,
     ),
+    LING,
+    replace(
+        LING,
+        name="Ling-3",
+        model_types=("bailing_hybrid", "bailing_moe_v3_vl"),
+        source="vLLM 0.33 model_executor/models/bailing_moe_v3.py:396, 1187-1204; SGLang 0.5.23 models/bailing_moe_v3.py:617;"
+        " transformers 5.24 bailing_hybrid:840",
+        # Three loaders, three readings of one shared expert: they agree where there is one, as wide as a routed one.
+        readings=(Width(TOTAL, Share.SHARED), Width(MOE.key, Share.ONE_SHARED)),
+        n_shared_keys=("num_shared_experts", "n_shared_experts"),
+    ),
+    replace(
+        LING,
+        name="Sarvam",
+        model_types=("sarvam_moe", "sarvam_mla"),
+        source="vLLM 0.33 model_executor/models/sarvam.py:332-355; SGLang 0.5.23 models/sarvam_moe.py:281-307 (reads no own width)",
+        readings=(Width(MOE.key, Share.ONE_SHARED),),
+    ),
+    replace(
+        LING,
+        name="Param2",
+        model_types=("param2moe",),
+        source="vLLM 0.33 model_executor/models/param2moe.py:307-336 (the shared width is of all shared experts together)",
+        widths=(MOE, Width(TOTAL, Share.SHARED)),
+    ),
+    Family(
+        name="Nemotron-H",
+        model_types=("nemotron_h", "nemotron_h_puzzle"),
+        source="vLLM 0.33 model_executor/models/nemotron_h.py:150-234, nemotron_h_mtp.py:247;"
+        " SGLang 0.5.23 models/nemotron_h.py:258-311;"
+        " transformers 5.24 nemotron_h:666, 733",
+        layers=r"backbone\.layers",
+        mtp=r"mtp\.layers",
+        block="mixer",
+        routed_names=UNGATED,
+        shared_names=UNGATED,
+        widths=(MOE, Width(TOTAL, Share.ONE_SHARED, assumed=DEFAULT)),
+        readings=(Width(TOTAL, Share.SHARED),),
+        depth_keys=("num_hidden_layers", "layers_block_type"),
+        sparse=Sparse(words=("layers_block_type", "hybrid_override_pattern")),
+        mtp_routed_key="mtp_n_routed_experts",
+    ),
+    replace(
+        NUMBERED,
+        name="EXAONE-MoE",
+        model_types=("exaone_moe",),
+        source="vLLM 0.33 model_executor/models/exaone_moe.py:81-135;"
+        " SGLang 0.5.23 models/exaone_moe.py:165; transformers 5.24:277, 319",
+        mtp=r"mtp\.layers",
+    ),
+    replace(
+        NUMBERED,
+        name="AFMoE",
+        model_types=("afmoe",),
+        source="vLLM 0.33 model_executor/models/afmoe.py:76-126, 310;"
+        " SGLang 0.5.23 models/afmoe.py:198; transformers 5.24 afmoe:165, 209",
+        mtp_key=None,
+        sparse=Sparse(first="num_dense_layers"),
+    ),
+    replace(
+        NUMBERED,
+        name="K2-Horizon",
+        model_types=("k2_horizon", "xllm"),
+        source="vLLM 0.33 model_executor/models/k2_horizon.py:468-526, 996 (value experts of attention have widths of their own);"
+        " SGLang 0.5.23 models/xllm.py",
+        mtp_key=None,
+        sparse=STEPPED,
+    ),
+    replace(
+        QWEN3_NEXT,
+        name="Qwen2-MoE",
+        model_types=("qwen2_moe",),
+        source="vLLM 0.33 model_executor/models/qwen2_moe.py:144-175;"
+        " SGLang 0.5.23 models/qwen2_moe.py:333; transformers 5.24:279, 337",
+        mtp=None,
+        mtp_key=None,
+    ),
+    replace(
+        QWEN3_NEXT,
+        name="Laguna",
+        model_types=("laguna",),
+        source="vLLM 0.33 model_executor/models/laguna.py:143-219;"
+        " SGLang 0.5.23 models/laguna.py:159; transformers 5.24 laguna:186, 223",
+        mtp=None,
+        mtp_key=None,
+        gated=False,
+        sparse=None,
+    ),
+    replace(
+        QWEN3_NEXT,
+        name="Flint",
+        model_types=("flint",),
+        source="vLLM 0.33 models/flint/model.py:151-188, 493; transformers 5.24 flint:113, 150, 315",
+        mtp=None,
+        mtp_key=None,
+        gated=False,
+    ),
+    replace(
+        QWEN3_NEXT,
+        name="Kolibri",
+        model_types=("kolibri1",),
+        source="transformers 5.24 kolibri1:235, 307; vLLM 0.33 runs it by transformers' modules",
+        mtp=None,
+        shared="shared_experts",
+        n_routed_keys=("num_local_experts", "num_experts"),
+        mtp_key=None,
+        gated=False,
+        sparse=EVERY_LAYER,
+    ),
+    replace(
+        DEEPSEEK_V3,
+        name="openPangu",
+        model_types=("pangu_ultra_moe",),
+        source="vLLM 0.33 model_executor/models/openpangu.py:149-199, 885",
+    ),
+    replace(
+        DEEPSEEK_V3,
+        name="Mistral 4",
+        model_types=("mistral4", "mistral_large4", "mistral_large4_text"),
+        source="transformers 5.24 mistral4:178, 220; mistral_large4:566, 608",
+        n_routed_keys=("n_routed_experts", "num_experts"),
+        mtp_key=None,
+    ),
+    replace(
+        DEEPSEEK_V3,
+        name="Solar Open",
+        model_types=("solar_open",),
+        source="transformers 5.24 solar_open:152, 194",
+        mtp_key=None,
+        sparse=EVERY_LAYER,
+    ),
+    replace(
+        NUMBERED,
+        name="Cohere2-MoE",
+        model_types=("cohere2_moe",),
+        source="vLLM 0.33 model_executor/models/cohere2_moe.py:325-355, 447; SGLang 0.5.23 models/cohere2_moe.py:289-308;"
+        " transformers 5.24 cohere2_moe:109, 179, 353",
+        widths=(replace(EITHER, dense=True, dense_key="prefix_dense_intermediate_size"),),
+        mtp_key=None,
+    ),
+    replace(
+        NUMBERED,
+        name="XVERSE-MoE",
+        model_types=("xverse",),
+        source="SGLang 0.5.23 models/xverse_moe.py:104-146",
+        widths=(EITHER,),
+        mtp_key=None,
+        sparse=EVERY_LAYER,
+    ),
+    *ROUTED_ONLY,
 )
 
 
