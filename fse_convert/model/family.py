@@ -104,16 +104,14 @@ class Stated:
 class Family:
     """One way of naming a MoE model's experts and of writing their sizes into config.json.
 
-    ``layers`` and ``mtp`` are regular expressions for what stands before a layer's number, ``block`` for the MoE block
-    behind it. With ``mtp`` None, MTP layers are numbered on from the decoder layers (DeepSeek-V3). ``shared``: the module of the
-    shared experts, empty in a family that has none; ``beside``: it stands beside the block, not inside it. ``widths``: the keys
-    that state how wide experts are; ``readings``: other readings of those keys by some loader, which must come to the same.
-    ``depth_keys``: the names of the number of decoder layers.
-    ``n_routed_keys``, ``n_shared_keys``: the names of either number (without one for shared experts there is one);
-    ``per_modality``: as a list it has a part per modality. ``gated``: a gate of its own scales the shared expert's output.
-    ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``: routed experts of MTP layers, where
-    they have a key of their own. ``run``: model types of which transformers 5.24 has built source and padded output, with equal
-    logits (tests/test_transformers.py); everything else in a row was read in ``source``.
+    ``layers`` and ``mtp`` are regular expressions for what stands before a layer's number, ``block`` for the MoE block behind it;
+    empty where experts are the layer's own. With ``mtp`` None, MTP layers are numbered on from the decoder layers (DeepSeek-V3).
+    ``shared``: the module of the shared experts, empty in a family that has none; ``beside``: it stands beside the block, not
+    inside it. ``widths``: the keys that state how wide experts are; ``readings``: other readings of those keys by some loader,
+    which must come to the same. ``depth_keys``, ``n_routed_keys``, ``n_shared_keys``: the names of the number of decoder layers and
+    of either kind of experts (without a name for shared experts there is one); ``per_modality``: as a list it has a part per
+    modality. ``gated``: a gate of its own scales the shared expert's output. ``sparse``: which layers have experts, None where that
+    is not known. ``mtp_routed_key``: routed experts of MTP layers, where they have a key of their own.
     """
 
     name: str
@@ -136,13 +134,12 @@ class Family:
     gated: bool = False
     sparse: Sparse | None = DENSE_PREFIX
     mtp_routed_key: str | None = None
-    run: tuple[str, ...] = ()
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Matches the prefix of a MoE block, ``layers.3.ffn``: groups layer, number, mtp, block."""
         mtp = f"(?P<mtp>{self.mtp})" if self.mtp else "(?P<mtp>(?!))"
-        block = rf"(?:\.(?P<block>{self.block}))" + ("?" if self.beside else "")
+        block = rf"(?:\.(?P<block>{self.block}))" + ("?" if self.beside else "") if self.block else "(?P<block>)"
         return re.compile(rf"(?P<layer>(?:{mtp}|{self.layers})\.(?P<number>\d+)){block}")
 
     def section(self, config: Mapping[str, Any]) -> str:

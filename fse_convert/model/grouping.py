@@ -162,7 +162,7 @@ class _Grouper:
                 kind = LayerKind.DECODER if other["at"] == "layers" else LayerKind.MTP
                 self.elsewhere[other["layer"]] = kind, int(other["number"])
             return None
-        name = head if m["block"] else f"{head}.{self.family.block}"
+        name = f"{head}.{self.family.block}" if m["block"] is None else head
         block = self.blocks.get(name)
         if block is None:
             block = self.blocks[name] = _Block(m["layer"], int(m["number"]), bool(m["mtp"]), name)
@@ -220,7 +220,7 @@ class _Grouper:
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             m = self.family.pattern.fullmatch(head := ".".join(parts[:end]))
-            if m and m["block"]:
+            if m and m["block"] is not None:
                 return self._known(head)
         return None
 

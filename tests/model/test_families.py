@@ -117,6 +117,7 @@ RELEASES = (
     Release("Kolibri", "kolibri1", V3, shared_width=64, config={**OWN, "num_local_experts": EXPERTS}),
     Release("openPangu", "pangu_ultra_moe", V3, V3_MTP, config=COUNT),
     Release("Mistral 4", "mistral4", VL, config=COUNT, nested=True),
+    Release("Mistral Large 4", "mistral_large4", "layers.{}", routed=W, shared_names=W, config=COUNT, nested=True),
     Release("Solar Open", "solar_open", V3, config=COUNT),
     Release("Cohere2-MoE", "cohere2_moe", V3, config=BOTH),
     Release("XVERSE-MoE", "xverse", V3, config=BOTH | {"num_shared_experts": 2}, n_shared=2, shared_width=2 * WIDTH),
