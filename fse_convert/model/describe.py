@@ -22,6 +22,7 @@ from fse_convert.model.formats import SUPPORTED, Format, FormatError, read_forma
 from fse_convert.model.grouping import EXPERT_MODULE, Grouping, group_layers, seen
 from fse_convert.model.moe import Expert, MoELayer, Projection, Role
 from fse_convert.model.quantization import Quantization
+from fse_convert.model.resemblance import resembling
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
@@ -31,25 +32,29 @@ ODD = "the other experts are understood, so this tensor is likely damaged: downl
 TWICE = "servers load whichever they read last: export the model again, with each layer once"
 
 
-def describe(checkpoint: Checkpoint, quantization: Quantization) -> Description:
+def describe(checkpoint: Checkpoint, quantization: Quantization, named: str = "") -> Description:
     """Describe the MoE layers of a checkpoint; never raises for what it does not understand, but records it.
 
-    ``quantization``: what `read_quantization` made of the checkpoint's configs.
+    ``quantization``: what `read_quantization` made of the checkpoint's configs. ``named``: the family of a model type that no row
+    has, as a user names it.
     """
     with garbage_collection_paused():
-        return _describe(checkpoint, quantization)
+        return _describe(checkpoint, quantization, named)
 
 
-def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description:
+def _describe(checkpoint: Checkpoint, quantization: Quantization, named: str) -> Description:
     config = checkpoint.config
-    family = find_family(config)
+    family = find_family(config, named)
     model_type = str(config.get("model_type", ""))
     kernel = [n for n in checkpoint.tensors if ".shared_l" in n and KERNEL_TENSOR.search(n)]
     tensors = {n: info for n, info in checkpoint.tensors.items() if n not in kernel} if kernel else checkpoint.tensors
     converted = [Problem("already-converted", "tensors in the kernel layout", kernel[0], CONVERT_ORIGINAL)] if kernel else []
     if family is None:
         names = seen(info for info in tensors.values() if "expert" in info.name or EXPERT_MODULE.search(info.name))
-        return Description(None, model_type, conflicts=quantization.conflicts, seen=names, outside=tuple(converted))
+        like = resembling(config, names)
+        return Description(
+            None, model_type, conflicts=quantization.conflicts, seen=names, outside=tuple(converted), like=like.name if like else ""
+        )
     grouping = group_layers(family, tensors, family.number(config, *family.depth_keys))
     layers = _Reader(quantization.block_hint, family).describe(grouping.layers)
     n_shared = family.shared_count(config) if any(m.shared for m in grouping.layers) else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from shlex import quote
 
 from fse_convert.errors import Problem
 from fse_convert.model.families import FAMILIES
@@ -69,10 +70,11 @@ class LayerDescription:
 class Description:
     """All MoE layers of a model.
 
-    ``family`` None: no row knows this model type, ``layers`` is empty, and ``seen`` lists the names that look like
-    experts. ``section``: the config section that holds the widths. ``n_shared``: shared experts per layer, by which the shared
-    width is divided; 0 where there is none. ``conflicts``: where the configs contradict the headers or each other. ``gaps``:
-    layers and experts that are missing. ``outside``: what is wrong outside of all layers.
+    ``family`` None: no row knows this model type, ``layers`` is empty, ``seen`` lists the names that look like experts, and
+    ``like`` is the family whose names they have, if any. ``section``: the config section that holds the widths. ``n_shared``:
+    shared experts per layer, by which the shared width is divided; 0 where there is none. ``conflicts``: where the configs
+    contradict the headers or each other. ``gaps``: layers and experts that are missing. ``outside``: what is wrong outside of all
+    layers.
     """
 
     family: Family | None
@@ -84,6 +86,7 @@ class Description:
     seen: tuple[Seen, ...] = ()
     gaps: tuple[Problem, ...] = ()
     outside: tuple[Problem, ...] = ()
+    like: str = ""
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -95,6 +98,8 @@ class Description:
         """Why nothing can be said of the model's layers: its family is not known, or its experts have other names."""
         if self.family is None:
             hint = f"known families: {', '.join(dict.fromkeys(f.name for f in FAMILIES))}"
+            if self.like:
+                hint = f"its experts have the names of {self.like}: if they are built alike, add --family {quote(self.like)}"
             return Problem("family-unknown", f"model type {self.model_type!r} is not known", "config.json", hint)
         return self.outside[0] if self.outside and not self.layers else None
 

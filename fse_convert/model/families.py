@@ -27,7 +27,11 @@ Everything else in a row was read, in its ``source``.
 """
 
 
-def find_family(config: Mapping[str, Any]) -> Family | None:
-    """Find the family by ``model_type``, at the top level or in ``text_config``; None when no row has it."""
+def find_family(config: Mapping[str, Any], named: str = "") -> Family | None:
+    """Find the family by ``model_type``, at the top level or in ``text_config``; where no row has it, by the name that a user gave.
+
+    None when there is neither.
+    """
     types = [str(place(config, name).get("model_type")) for name in SECTIONS]
-    return next((family for written in types for family in FAMILIES if written in family.model_types), None)
+    found = next((family for written in types for family in FAMILIES if written in family.model_types), None)
+    return found or next((family for family in FAMILIES if family.name == named), None)

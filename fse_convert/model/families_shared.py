@@ -162,6 +162,7 @@ SHARED: tuple[Family, ...] = (
     Family(
         name="Llama 4",
         model_types=("llama4", "llama4_text"),
+        stacked=True,
         source="vLLM 0.33 model_executor/models/llama4.py:107-155; transformers 5.24 llama4 (stacked routed experts)",
         block="feed_forward",
         shared="shared_expert",
@@ -199,6 +200,7 @@ SHARED: tuple[Family, ...] = (
     Family(
         name="Step-5",
         model_types=("step5", "step3p5", "step3p7"),
+        stacked=True,
         source="vLLM 0.33 models/step5/nvidia/model.py:183-186, 2173-2190 (stacked routed experts), 1762 (share_expert_dim)",
         layers=BARE_LAYERS,
         block="moe",

@@ -110,8 +110,9 @@ class Family:
     inside it. ``widths``: the keys that state how wide experts are; ``readings``: other readings of those keys by some loader,
     which must come to the same. ``depth_keys``, ``n_routed_keys``, ``n_shared_keys``: the names of the number of decoder layers and
     of either kind of experts (without a name for shared experts there is one); ``per_modality``: as a list it has a part per
-    modality. ``gated``: a gate of its own scales the shared expert's output. ``sparse``: which layers have experts, None where that
-    is not known. ``mtp_routed_key``: routed experts of MTP layers, where they have a key of their own.
+    modality. ``stacked``: its releases hold all experts of a layer in one tensor. ``gated``: a gate of its own scales the shared
+    expert's output. ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``: routed experts of MTP
+    layers, where they have a key of their own.
     """
 
     name: str
@@ -130,10 +131,17 @@ class Family:
     n_routed_keys: tuple[str, ...] = ("n_routed_experts",)
     n_shared_keys: tuple[str, ...] = ("n_shared_experts",)
     per_modality: bool = False
+    stacked: bool = False
     mtp_key: str | None = "num_nextn_predict_layers"
     gated: bool = False
     sparse: Sparse | None = DENSE_PREFIX
     mtp_routed_key: str | None = None
+
+    @property
+    def example(self) -> str:
+        """The prefix of a MoE block, with ``N`` for the layer's number and without the parts that only some releases have."""
+        layers, block = re.sub(r"\(\?:[^)]*\)\?", "", self.layers).replace("\\", ""), self.block.partition("|")[0]
+        return f"{layers}.N.{block}".rstrip(".")
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:

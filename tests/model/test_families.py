@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from itertools import product
+from shlex import quote
 from typing import Any
 
 import pytest
 
 from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.describe import describe
 from fse_convert.model.families import FAMILIES, find_family
 from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.quantization import read_quantization
 from fse_convert.servers.judge import judge
-from fse_convert.testing.memory import PROJ, Tensors, W, description_of, expert, subject_of
+from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert, subject_of
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
 
@@ -319,6 +322,44 @@ def test_a_gated_familys_gate_must_be_there() -> None:
 def test_every_family_of_the_table_is_tried() -> None:
     tried = {r.family for r in RELEASES} | {"Llama 4", "Step-5"}
     assert tried == {f.name for f in FAMILIES}
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_a_model_type_that_is_not_known_resembles_a_family_with_such_names(release: Release) -> None:
+    config = config_of(release) | {"model_type": "newcomer"}
+    config = {k: {**v, "model_type": "newcomer_text"} if isinstance(v, dict) else v for k, v in config.items()}
+    unknown = description_of(config, tensors_of(release))
+    assert unknown.family is None
+    assert unknown.unknown is not None
+    assert f"add --family {quote(unknown.like)}" in unknown.unknown.hint
+    made = checkpoint(config, tensors_of(release))
+    named, known = (describe(made, read_quantization(config), f) for f in (unknown.like, release.family))
+    assert named.problems == named.conflicts == ()
+    assert named.layers == known.layers == description_of(config_of(release), tensors_of(release)).layers
+
+
+@pytest.mark.parametrize("change", ["another projection", "no width", "no count", "experts elsewhere", "stacked"])
+def test_a_model_that_is_built_in_another_way_resembles_none(change: str) -> None:
+    release = next(r for r in RELEASES if r.model_type == "deepseek_v3")
+    config, tensors = config_of(release) | {"model_type": "newcomer"}, tensors_of(release)
+    if change == "another projection":
+        tensors |= {name.replace("up_proj", "side_proj"): info for name, info in tensors.items()}
+    elif change == "no width":
+        del config["moe_intermediate_size"]
+    elif change == "no count":
+        del config["n_routed_experts"]
+    elif change == "experts elsewhere":
+        tensors["adapter.experts.0.gate_proj.weight"] = ("BF16", (4, 4))
+    else:
+        tensors["model.layers.0.mlp.experts.gate_up_proj"] = ("BF16", (4, 4, 4))
+    assert description_of(config, tensors).like == ""
+
+
+def test_the_family_of_a_known_model_type_is_not_a_matter_of_opinion() -> None:
+    release = next(r for r in RELEASES if r.model_type == "deepseek_v3")
+    made = checkpoint(config_of(release), tensors_of(release))
+    found = describe(made, read_quantization(made.config), "MiniMax-M3")
+    assert (found.family and found.family.name, found.problems) == ("DeepSeek-V3", ())
 
 
 def test_model_types_belong_to_one_family_each() -> None:
