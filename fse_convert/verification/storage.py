@@ -144,18 +144,12 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     manifest says, so this tells damage, and no editor who makes the digests again. Raises OSError, EOFError.
     """
     out, manifest, findings = output.folder, output.manifest.content, Findings(strict=output.strict)
-<<<<<<< HEAD
     checkpoint, sidecar, kept = _open(out, findings)
-    source = describe_source(checkpoint)
+    source = describe_source(checkpoint, manifest.model.family)
     verdicts = manifest.verdicts if manifest.contract else {}
     experts = kernel_experts(source.description, verdicts, manifest.model.shared_kernel_width)
     for shard in kept:
         findings.add(*header_mismatches(out, shard, entries_of(shard), ORIGINALS_METADATA))
-=======
-    checkpoint, sidecar = _open(out, findings)
-    source = describe_source(checkpoint, manifest.model.family)
-    experts = kernel_experts(source.description, manifest.verdicts, manifest.model.shared_kernel_width)
->>>>>>> cf4e730 (--family NAME: a model type that is not known under a known family's names; the refusal names it)
     for shard in sidecar:
         findings.add(*header_mismatches(out, shard, entries_of(shard), shard_metadata(manifest.contract_name)))
     right = _comparable(source, experts, {}, sidecar, findings)
