@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes what comes from the program: docs/targets.md, docs/codes.md, docs/schema/, and docs/inspect.svg from a real run.
+"""Makes what comes from the program: targets.md, families.md, codes.md, schema/, and inspect.svg from a real run.
 
 python docs/make.py [CHECKPOINT]     without one, a DeepSeek-V4.1-shaped checkpoint is made for the screen
 """
@@ -19,13 +19,23 @@ from rich.console import Console
 from rich.text import Text
 
 from fse_convert.codes import Kind, all_codes
+from fse_convert.errors import FseConvertError
+from fse_convert.model.families import FAMILIES, RUN
+from fse_convert.model.family import Family
 from fse_convert.model.formats import StorageKind
+from fse_convert.plan.advice import releases
+from fse_convert.plan.decide import decide
+from fse_convert.plan.plan import Options
+from fse_convert.plan.source import describe_source
 from fse_convert.report.schemas import RESPONSES, schema
+from fse_convert.servers.aiter.families import AITER_FAMILIES
 from fse_convert.servers.aiter.question import AITER_TARGETS
 from fse_convert.servers.judge import Question
 from fse_convert.servers.slots import SLOT_TARGETS
-from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target, needed_contract
+from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target, find_target, needed_contract
 from fse_convert.testing.checkpoints import make_checkpoint
+from fse_convert.testing.examples import example_of
+from fse_convert.testing.memory import checkpoint
 
 DOCS = Path(__file__).resolve().parent
 COLUMNS = 118
@@ -34,6 +44,20 @@ HEAD = """# Targets
 
 What `--target`, `inspect --target` and `--require` know, each row with the release and file that it was read from.
 This file is made from the program's own data by `make docs`; edit the rows in `fse_convert/servers/`, not this file.
+"""
+
+FAMILY_COLUMNS = ("family", "`model_type`", "experts", "config keys of widths", "padded", "paths that fuse", "run by", "read in")
+FAMILIES_HEAD = """# Model families
+
+How each family names its experts, which keys of config.json loaders build them from (padding edits every one that is there), and
+what can be done with its models. Every family is inspected; `N` is a layer, `E` an expert. The storage format does not depend on
+the family: BF16, F16, F32, FP8 by block, channel or tensor, MXFP8, MXFP4 and NVFP4 are padded alike.
+
+*padded*: what a conversion of a small model of the family decides. *paths that fuse*: servers whose code for these model types can
+fuse shared experts; whether it does, `inspect` says of a checkpoint. *run by*: that loader has built the model from the source and
+from the padded output, and both gave equal logits (`tests/test_transformers.py`). Everything else in a row was *read in* the files
+named last. A model type that is not listed, but named in the same way, is converted with `--family NAME`.
+This file is made from the program's own data by `make docs`; edit the rows in `fse_convert/model/`, not this file.
 """
 
 CODES_HEAD = """# Codes
@@ -70,6 +94,57 @@ def targets_markdown() -> str:
 def codes_markdown() -> str:
     """Return the page: every code by kind, what it means, and the way out."""
     return "\n".join((CODES_HEAD, *_codes())) + "\n"
+
+
+def families_markdown() -> str:
+    """Return the page: every family with its names and keys, what can be done with it, and what that was judged by."""
+    return "\n".join((FAMILIES_HEAD, *_table(FAMILY_COLUMNS, map(_family, FAMILIES)))) + "\n"
+
+
+def _family(family: Family) -> tuple[str, ...]:
+    names = f"`{family.example}.experts.E.{{{','.join(family.routed_names)}}}`"
+    shared = f", `{family.shared}.{{{','.join(family.shared_names)}}}`" if family.shared else ""
+    run = [f"`{t}`" for t in family.model_types if t in RUN]
+    keys = [f"`{w.key}` ({w.share.value})" for w in family.widths]
+    keys += [f"`{w.key}` also read as that of {w.share.value}" for w in family.readings]
+    return (
+        family.name,
+        ", ".join(f"`{t}`" for t in family.model_types),
+        (f"`{family.example}`: all of a layer in one tensor" if family.stacked else names) + shared,
+        ", ".join(keys),
+        _padding(family),
+        "; ".join(_paths(family)),
+        f"transformers 5.24: {', '.join(run)}" if run else "",
+        family.source,
+    )
+
+
+def _padding(family: Family) -> str:
+    """Say whether a conversion of a small model of the family would pad it."""
+    target = find_target("megamoe-512")
+    if target is None:
+        raise LookupError
+    if family.stacked:
+        return "no: experts in one tensor"
+    try:
+        decided = decide(describe_source(checkpoint(*example_of(family))), Options(target, allow_unfused=True))
+    except FseConvertError as e:
+        return f"no: `{e.problems[0].code}`"
+    return "yes" if decided.main_width > decided.source_width else "no"
+
+
+def _paths(family: Family) -> Iterator[str]:
+    """Name the servers whose code for these model types can fuse shared experts, where a checkpoint's format lets them."""
+    types = set(family.model_types)
+    native = [t for t in TARGETS if not t.is_contract and t.fuses and types & t.model_types]
+    if native:
+        yield f"MegaMoE: {releases(native, [t for t in TARGETS if not t.is_contract and t.fuses])}"
+    rocm = [f.since for f in AITER_FAMILIES if f.since and types & set(f.model_types)]
+    if rocm:
+        yield f"AITER: vLLM >= {min(rocm)}"
+    slots = [t for t in SLOT_TARGETS if types & t.model_types]
+    if slots:
+        yield f"slots: {releases(slots, SLOT_TARGETS)}"
 
 
 def _codes() -> Iterator[str]:
@@ -176,12 +251,13 @@ def _others() -> Iterator[str]:
 def main() -> None:
     """Write all."""
     (DOCS / "codes.md").write_text(codes_markdown(), encoding="utf-8")
+    (DOCS / "families.md").write_text(families_markdown(), encoding="utf-8")
     for command in RESPONSES:
         (DOCS / "schema" / f"{command}.json").write_text(schema(command) + "\n", encoding="utf-8")
     (DOCS / "targets.md").write_text(targets_markdown(), encoding="utf-8")
     with tempfile.TemporaryDirectory() as work:
-        checkpoint = Path(sys.argv[1]) if len(sys.argv) > 1 else example(Path(work))
-        (DOCS / "inspect.svg").write_text(screen(checkpoint), encoding="utf-8")
+        source = Path(sys.argv[1]) if len(sys.argv) > 1 else example(Path(work))
+        (DOCS / "inspect.svg").write_text(screen(source), encoding="utf-8")
 
 
 if __name__ == "__main__":

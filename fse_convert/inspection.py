@@ -66,15 +66,18 @@ class Inspection:
         return ExitCode.NO if self.failing(required) else ExitCode.OK
 
 
-def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(), *, thorough: bool = False) -> Inspection:
+def inspect(
+    folder: Folder, serving: Serving, names: frozenset[str] = frozenset(), *, thorough: bool = False, family: str = ""
+) -> Inspection:
     """Inspect a checkpoint for all targets, or for those of ``names``; a broken one is described as far as it can be read.
 
-    ``thorough``: also read the F32 scales of routed experts, thousands of small tensors, where the folder is local.
+    ``family``: its name, for a model type that is not known. ``thorough``: also read the F32 scales of routed experts, thousands
+    of small tensors, where the folder is local.
     Raises InvalidCheckpoint only when there is no such folder, OSError when the machine or the network refuses.
     """
     reading = read_checkpoint(folder)
     checkpoint = reading.checkpoint
-    source = describe_source(checkpoint)
+    source = describe_source(checkpoint, family)
     source = replace(source, scales=_scales(reading, source, thorough=thorough))
     description, about = source.description, source.subject
     plans = (lambda _: None) if reading.problems or reading.converted else planner(source)
@@ -84,8 +87,8 @@ def inspect(folder: Folder, serving: Serving, names: frozenset[str] = frozenset(
     unsupported = folded(p for p in problems if p.code in NOT_UNDERSTOOD)
     conflicts: tuple[Problem, ...] = ()
     if {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread):
-        family = description.family if description.layers else None
-        sizes = unstated(family, checkpoint.config, description.n_shared) if family else ()
+        found = description.family if description.layers else None
+        sizes = unstated(found, checkpoint.config, description.n_shared) if found else ()
         conflicts = (*description.conflicts, *sizes)
     answers = tuple(_without_false_yes(a, broken, unsupported, conflicts) for a in judge(about))
     asked = tuple(a for a in answers if not names or a.name in names)

@@ -4,98 +4,185 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fse_convert.model.families import RUN
 from fse_convert.testing.patch import poke
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", minversion="5", reason="pip install 'fse-convert[dev]'")
 
 Run = Callable[..., tuple[int, str, str]]
-COMMON = {
-    "vocab_size": 256, "hidden_size": 512, "intermediate_size": 384, "moe_intermediate_size": 320, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 128,
+Config = dict[str, Any]
+MOE, TOTAL, OWN = "moe_intermediate_size", "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"
+COMMON: Config = {
+    "vocab_size": 256, "hidden_size": 512, "intermediate_size": 384, MOE: 320, OWN: 320, TOTAL: 320,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2,
+    "n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8, "moe_num_experts": 8, "moe_topk": 2, "moe_k": 2,
+    "n_shared_experts": 1, "num_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
 }  # fmt: skip
-COUNTED = {k: v for k, v in COMMON.items() if k != "n_routed_experts"} | {"num_experts": 8, "moe_topk": 2, "head_dim": 128}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "deepseek-v3": ("DeepseekV3", {**COMMON, **LATENT, "n_shared_experts": 1}, ""),
-    "deepseek-v3 two shared": ("DeepseekV3", {**COMMON, **LATENT, "n_shared_experts": 2}, ""),
-    "glm-4-moe": ("Glm4Moe", {**COMMON, "head_dim": 64, "n_shared_experts": 1}, ""),
-    "hunyuan": ("HunYuanMoEV1", {**COUNTED, "intermediate_size": 320, "num_shared_expert": 1}, "intermediate_size"),
-    "hunyuan list": (
-        "HunYuanMoEV1",
-        {**COUNTED, "intermediate_size": 320, "moe_intermediate_size": [320] * 3},
-        "intermediate_size",
-    ),
-    "hunyuan-v3": (
-        "HYV3",
-        {**COUNTED, "expert_hidden_dim": 320, "num_shared_experts": 1, "first_k_dense_replace": 1},
-        "expert_hidden_dim",
-    ),
-    "qwen3-next": (
-        "Qwen3Next",
-        {**COUNTED, "shared_expert_intermediate_size": 320, "layer_types": ["full_attention"] * 3},
-        "shared_expert_intermediate_size",
-    ),
-    "ernie-4.5": ("Ernie4_5_Moe", {**COMMON, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2}, ""),
-    "dots-1": ("Dots1", {**COMMON, "n_shared_experts": 2, "head_dim": 128}, ""),
-}
-"""Class, config, and the keys beside moe_intermediate_size that state the width of its experts to some loader."""
-WIDER = {"320": 512, "[320, 320, 320]": [512] * 3}
+"""Small values of keys that many families have; a config class takes those that it knows."""
 
 
-def save(name: str, root: Path) -> None:
-    family, config, _ = MODELS[name]
+@dataclass(frozen=True)
+class Model:
+    """A model type, keys of its own, and every key that must say the new width, with the number of experts it is wide."""
+
+    model_type: str
+    own: Config = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=lambda: {MOE: 1})
+    name: str = ""
+    vision: Config = field(default_factory=dict)
+
+
+TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 512}
+PIXTRAL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "head_dim": 16}
+TYPES = ["dense", "sparse", "sparse"]
+FULL = {"layer_types": ["full_attention"] * 3}
+MODELS = (
+    Model("deepseek_v2"),
+    Model("deepseek_v3"),
+    Model("deepseek_v3", {"n_shared_experts": 2}, name="two shared"),
+    Model("deepseek_v32"),
+    Model("deepseek_v4", {"intermediate_size": 320, "head_dim": 64}),
+    Model("glm4_moe"),
+    Model("glm4_moe_lite"),
+    Model("glm4v_moe", vision=TOWER),
+    Model("glm_moe_dsa"),
+    Model(
+        "glm5_next",
+        {"mlp_layer_types": ["dense", "sparse", "sparse"], "qk_rope_head_dim": 0, "linear_head_dim": 32, "linear_num_heads": 4},
+        vision=TOWER,
+    ),
+    Model("axk1"),
+    Model("axk2"),
+    Model("dots1", {"n_shared_experts": 2}),
+    Model("dots3_note_text", {"shared_experts_intermediate_size": 320}, {MOE: 1, "shared_experts_intermediate_size": 1}),
+    Model("kimi_linear", FULL),
+    Model("qwen3_next", FULL, {MOE: 1, OWN: 1}),
+    Model("qwen3_5_moe_text", FULL, {MOE: 1, OWN: 1}),
+    Model("qwen4_exp_text", {}, {MOE: 1, OWN: 1}),
+    Model("ernie4_5_moe", {"moe_num_shared_experts": 2}),
+    Model("hunyuan_v1_moe", {"intermediate_size": 320, "num_shared_expert": 1, "head_dim": 128}, {MOE: 1, "intermediate_size": 1}),
+    Model(
+        "hunyuan_v1_moe", {"intermediate_size": 320, MOE: [320] * 3, "head_dim": 128}, {MOE: 1, "intermediate_size": 1}, name="list"
+    ),
+    Model("hy_v3", {"expert_hidden_dim": 320}, {MOE: 1, "expert_hidden_dim": 1}),
+    Model("bailing_hybrid", {TOTAL: 320, **FULL}, {MOE: 1, TOTAL: 1}),
+    Model("nemotron_h", {TOTAL: 640}, {MOE: 1, TOTAL: 2}),
+    Model("exaone_moe"),
+    Model("afmoe"),
+    Model("qwen2_moe", {OWN: 1280}, {MOE: 1, OWN: 4}),
+    Model("laguna", {OWN: 640}, {MOE: 1, OWN: 2}),
+    Model("flint", {"mlp_only_layers": [0], **FULL}, {MOE: 1, OWN: 1}),
+    Model("kolibri1", {}, {MOE: 1, OWN: 1}),
+    Model("mistral_large4", {"head_dim": 16}, vision=PIXTRAL),
+    Model("solar_open"),
+    Model("cohere2_moe", {"intermediate_size": 320}, {"intermediate_size": 1}),
+)
+
+
+def config_of(model: Model) -> Any:
+    cls = transformers.CONFIG_MAPPING[model.model_type]
+    known = cls().get_text_config()
+    inner = {k: v for k, v in COMMON.items() if k in known.to_dict() or k in known.attribute_map} | model.own
+    return cls(text_config=inner, vision_config=model.vision) if model.vision else cls(**inner)
+
+
+def loader_of(config: Any) -> Any:
+    loaders = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    return next(loader for loader in loaders if type(config) in loader._model_mapping)
+
+
+def save(model: Model, root: Path) -> None:
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**config))
-    for parameter in model.parameters():  # larger than the initial values, so that experts matter in the logits
+    config = config_of(model)
+    built = loader_of(config).from_config(config)
+    for parameter in built.parameters():  # larger than the initial values, so that experts matter in the logits
         torch.nn.init.normal_(parameter, std=0.05)
-    model.to(torch.bfloat16).save_pretrained(root, max_shard_size="5MB")
+    built.to(torch.bfloat16).save_pretrained(root, max_shard_size="5MB")
 
 
 def logits(root: Path, dtype: torch.dtype) -> torch.Tensor:
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(root, dtype=dtype, output_loading_info=True)
+    loader = loader_of(transformers.AutoConfig.from_pretrained(root))
+    model, info = loader.from_pretrained(root, dtype=dtype, output_loading_info=True)
     assert not any(info.values()), info
     ids = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return model.eval()(ids).logits
+        return model.eval()(ids, use_cache=False).logits
+
+
+def text_config(root: Path) -> Config:
+    config: Config = json.loads((root / "config.json").read_text())
+    return config.get("text_config", config)
+
+
+def wide(value: int | list[int], width: int) -> int | list[int]:
+    """The width in the form in which a config has it: one number, or one per layer."""
+    return [width] * len(value) if isinstance(value, list) else width
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own, while it saves and loads
-@pytest.mark.parametrize("name", MODELS)
-def test_padded_model_gives_the_same_logits(name: str, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: f"{m.model_type} {m.name}".strip())
+def test_padded_model_gives_the_same_logits(model: Model, tmp_path: Path, run: Run) -> None:
     root, out = tmp_path / "source", tmp_path / "out"
-    save(name, root)
+    save(model, root)
     assert len(list(root.glob("*.safetensors"))) > 2
-    code, _, err = run(root, out)
-    assert code == 3, "BF16 shared experts do not fuse, and nothing is written unless asked for"
-    assert "error[not-fusable]" in err
-    assert run(root, out, "--allow-unfused")[0] == 0
-    old, new = (json.loads((folder / "config.json").read_text()) for folder in (root, out))
-    keys = [key for key in ("moe_intermediate_size", MODELS[name][2]) if key]
-    assert {k: v for k, v in new.items() if v != old[k]} == {k: WIDER[str(old[k])] for k in keys}
+    code, _, err = run(root, out, "--allow-unfused")
+    assert code == 0, err
+    old, new = text_config(root), text_config(out)
+    changed = {key: value for key, value in new.items() if value != old[key]}
+    assert changed == {key: wide(old[key], 512 * times) for key, times in model.keys.items() if key in old}
     before, after = json.loads((root / INDEX).read_text())["metadata"], json.loads((out / INDEX).read_text())["metadata"]
     assert after["total_size"] - before["total_size"] == 2 * (after["total_parameters"] - before["total_parameters"]) > 0
-    assert torch.equal(logits(root, torch.bfloat16), logits(out, torch.bfloat16))
-    # In FP32 the sum over K may be cut differently at another K: equal up to the last bits.
-    torch.testing.assert_close(logits(root, torch.float32), logits(out, torch.float32), rtol=1e-5, atol=1e-5)
+    expected = logits(root, torch.bfloat16)
+    assert expected.isfinite().all()
+    assert torch.equal(expected, logits(out, torch.bfloat16))
+
+
+def test_the_table_of_families_names_what_is_run_here() -> None:
+    assert {m.model_type for m in MODELS} == RUN
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_comparison_sees_one_wrong_byte(tmp_path: Path, run: Run) -> None:
     root, out = tmp_path / "source", tmp_path / "out"
-    save("glm-4-moe", root)
+    save(Model("glm4_moe"), root)
+    code, _, err = run(root, out)
+    assert code == 3, "BF16 shared experts do not fuse, and nothing is written unless asked for"
+    assert "error[not-fusable]" in err
     assert run(root, out, "--allow-unfused")[0] == 0
+    # In FP32 the sum over K may be cut differently at another K: equal up to the last bits.
+    torch.testing.assert_close(logits(root, torch.float32), logits(out, torch.float32), rtol=1e-5, atol=1e-5)
     name = "model.layers.1.mlp.shared_experts.down_proj.weight"
     (sign,) = poke(out, name, 1, b"\0")
     poke(out, name, 1, bytes([sign ^ 0x80]))  # the sign of the first weight
     assert not torch.equal(logits(root, torch.bfloat16), logits(out, torch.bfloat16))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", [m for m in MODELS if len(m.keys) > 1], ids=lambda m: f"{m.model_type} {m.name}".strip())
+def test_a_model_with_one_of_its_keys_edited_alone_does_not_load(model: Model, tmp_path: Path, run: Run) -> None:
+    """So every key that is edited is one that transformers reads, but for those that only other loaders do."""
+    root, out = tmp_path / "source", tmp_path / "out"
+    save(model, root)
+    assert run(root, out, "--allow-unfused")[0] == 0
+    old, new = text_config(root), text_config(out)
+    for key in [k for k in model.keys if k in old and (model.model_type, k) not in UNREAD]:
+        path = out / "config.json"
+        path.write_text(json.dumps({**new, key: old[key]}))
+        with pytest.raises((AssertionError, RuntimeError)):
+            logits(out, torch.bfloat16)
+
+
+UNREAD = {("hy_v3", "expert_hidden_dim"), ("bailing_hybrid", TOTAL), ("hunyuan_v1_moe", MOE)}
+"""Keys that transformers does not read: vLLM and SGLang do."""
 INDEX = "model.safetensors.index.json"

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import CHECKPOINT, FOLDER, complete_target, json_option, link_option, local, log_options, part_option
+from fse_convert.cli.options import (
+    CHECKPOINT,
+    FOLDER,
+    complete_target,
+    family_option,
+    json_option,
+    link_option,
+    local,
+    log_options,
+    part_option,
+)
 from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Experts, Options
@@ -39,6 +49,7 @@ if TYPE_CHECKING:
     "--tp", type=click.IntRange(min=1, max=1024), default=1, show_default=True,
     help="Also make the width divisible by this tensor-parallel size.",
 )  # fmt: skip
+@family_option
 @link_option("OUT")
 @click.option(
     "--allow-unfused", is_flag=True,
@@ -77,6 +88,7 @@ def convert(
     tp: int,
     link: Link,
     *,
+    family: str,
     workers: int,
     allow_unfused: bool,
     overwrite: bool,
@@ -124,6 +136,7 @@ def convert(
     request = Request(
         source=local(checkpoint, log),
         out=out,
+        family=family,
         options=options,
         link=link,
         overwrite=overwrite,

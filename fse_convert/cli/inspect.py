@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import CHECKPOINT, FORMS, complete_target, json_option
+from fse_convert.cli.options import CHECKPOINT, FORMS, complete_target, family_option, json_option
 from fse_convert.errors import ExitCode, environment
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size, for costs and widths.")
 @click.option("--ep", type=click.IntRange(min=1), default=8, show_default=True, help="Expert-parallel size, for costs per rank.")
+@family_option
 @click.option(
     "--format", "format_name", type=click.Choice(["text", *FORMS]), default="text", show_default=True,
     help="github: annotations for GitHub Actions, then Markdown. junit: a test case for each required target.",
@@ -36,6 +37,7 @@ def inspect(
     require: tuple[str, ...],
     tp: int,
     ep: int,
+    family: str,
     format_name: str,
     html: Path | None,
     *,
@@ -63,7 +65,7 @@ def inspect(
     with environment(checkpoint):
         folder = inspection.open_folder(checkpoint)
         names = frozenset((*target, *require)) if target else frozenset()
-        found = inspection.inspect(folder, Serving(tp, ep), names, thorough=bool(require))
+        found = inspection.inspect(folder, Serving(tp, ep), names, thorough=bool(require), family=family)
     view = View(found, target, require)
     _print(view, "json" if as_json else format_name)
     if html:

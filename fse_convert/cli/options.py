@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fse_convert.output.copying import Link
+from fse_convert.plan.source import FAMILY_NAMES
 from fse_convert.report.log import Log, listening
 
 if TYPE_CHECKING:
@@ -43,6 +44,15 @@ def _print_schema(ctx: click.Context, _param: click.Parameter, value: bool) -> N
 
         click.echo(schema(str(ctx.command.name)))
         ctx.exit()
+
+
+def family_option(command: Command) -> Command:
+    """Add ``--family``."""
+    return click.option(
+        "--family", type=click.Choice(FAMILY_NAMES, case_sensitive=False), metavar="NAME",
+        callback=lambda _ctx, _param, value: value or "",
+        help="For a model_type that is not known: the family that names its experts and config keys in the same way.",
+    )(command)  # fmt: skip
 
 
 def link_option(to: str) -> Callable[[Command], Command]:

@@ -55,6 +55,7 @@ class Request:
 
     ``verify``: how far the output is proved before it appears. ``workers``: files written at a time. ``part``: write this part
     of the files and publish nothing. ``ray``: address of the cluster that writes the files.
+    ``family``: its name, for a model type that is not known.
     """
 
     source: Path
@@ -67,6 +68,7 @@ class Request:
     restart: bool = False
     part: Part | None = None
     ray: str | None = None
+    family: str = ""
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class Conversion:
             check_output(request.source, request.out, overwrite=request.overwrite)
         with environment(request.source):
             self.folder = LocalFolder(request.source)
-            source = open_source(self.folder)
+            source = open_source(self.folder, request.family)
         self.plan = make_plan(source, request.options)
         refused = None if request.options.allow_unfused else refusal(self.plan)
         if refused:

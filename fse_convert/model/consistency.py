@@ -15,7 +15,7 @@ from typing import Any
 
 from fse_convert.errors import Problem, some
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.families import Family, Share
+from fse_convert.model.family import EVERY_LAYER, MOE_WORDS, Family, Share
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.model.quantization import FP8_METHODS, Quantization
@@ -51,13 +51,15 @@ def _number_conflicts(
     routed, shared = _common(d.routed.width for d in layers if d.routed), _common(d.shared.width for d in layers if d.shared)
     # Where only some layers have another number of experts, that is a gap.
     count = _common(len(d.layer.routed) for d in decoder if d.layer.routed)
-    hidden = _common(d.shared.hidden for d in layers if d.shared)
-    each = [w.key for w in family.widths if w.share is Share.ONE_SHARED]
-    whole = [w for w in family.widths if w.key not in each]
+    whose, inputs = ("shared", (d.shared for d in layers)) if family.shared else ("routed", (d.routed for d in layers))
+    hidden = _common(group.hidden for group in inputs if group)
+    readings = (*family.widths, *family.readings)
+    each = [w.key for w in readings if w.share is Share.ONE_SHARED]
+    whole = [w for w in readings if w.share is not Share.ONE_SHARED]
     shown: list[tuple[str, tuple[str | None, ...], int | None, str]] = [
         ("config-conflict", (family.mtp_key,), len(layers) - len(decoder) or None, "MTP layers"),
         ("config-experts", family.n_routed_keys, count, "routed experts per decoder layer"),
-        ("config-hidden", ("hidden_size",), hidden, "as the input of the shared experts"),
+        ("config-hidden", ("hidden_size",), hidden, f"as the input of the {whose} experts"),
         *(("config-width", (w.key,), w.of(routed, shared, 1), f"as the width of {w.share.value}") for w in whole),
     ]
     for code, keys, actual, what in shown:
@@ -66,7 +68,9 @@ def _number_conflicts(
                 yield Problem(code, f"{s.path} is {s.value}, the tensors show {actual} {what}", "config.json")
     if shared is None or not family.n_shared_keys:
         return
-    parts = [(s.path, s.number) for s in family.stated(config, *each)] if each else [(family.widths[0].key, routed)]
+    parts = [(s.path, s.number) for s in family.stated(config, *each)]
+    if not any(family.stated(config, *(w.key for w in family.widths if w.share is not Share.ROUTED))):
+        parts.append((family.widths[0].key, routed))
     counts = {n_shared, *(s.number for s in family.stated(config, *family.n_shared_keys) if s.number is not None)}
     for (key, width), n in product(parts, sorted(counts)):
         if width is not None and shared != width * n:
@@ -78,7 +82,7 @@ def unstated(family: Family, config: Mapping[str, Any], n_shared: int) -> Iterat
     """Find sizes of the model that config.json does not state as integers: loaders take a default of their own, or raise."""
     widths = tuple(w.key for w in family.widths if w.share is Share.ROUTED and not w.optional)
     shared = family.n_shared_keys if n_shared else ()
-    for keys in (("hidden_size",), ("num_hidden_layers",), widths, family.n_routed_keys, shared):
+    for keys in (("hidden_size",), family.depth_keys, widths, family.n_routed_keys, shared):
         found = list(family.stated(config, *keys))
         if keys and not found:
             yield Problem("config-unstated", f"there is no {' or '.join(keys)}", "config.json", "state what the tensors have")
@@ -208,15 +212,15 @@ def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence
 
     Where the key of the first such layer is left out, the first one that is there counts as the first.
     """
-    rule, count = family.sparse, family.number(config, "num_hidden_layers")
-    types = family.value(config, "mlp_layer_types")
-    if not decoder or count is None:
+    rule, count = family.sparse, family.number(config, *family.depth_keys)
+    if not decoder:
+        return set()
+    words = next((s.value for s in family.stated(config, *(rule or EVERY_LAYER).words)), None)
+    if isinstance(words, list | str) and words and len(words) >= (count or 0):
+        return {i for i, word in enumerate(words[:count]) if isinstance(word, str) and word in MOE_WORDS}
+    if count is None or rule is None:
         return set()
     count = min(count, MOST_LAYERS)
-    if isinstance(types, list) and len(types) >= count:
-        return {i for i in range(count) if types[i] != "dense"}
-    if rule is None:
-        return set()
     step = family.value(config, rule.step)
     if isinstance(step, list):
         return {i for i in range(min(count, len(step))) if step[i]}

@@ -16,11 +16,13 @@ from fse_convert.checkpoint.reader import Checkpoint, garbage_collection_paused
 from fse_convert.errors import Problem, some
 from fse_convert.model.consistency import INCOMPLETE, conflicts, gaps
 from fse_convert.model.description import NOT_UNDERSTOOD, STACKED, Description, ExpertGroup, LayerDescription, first_of
-from fse_convert.model.families import Family, find_family
+from fse_convert.model.families import find_family
+from fse_convert.model.family import Family
 from fse_convert.model.formats import SUPPORTED, Format, FormatError, read_format
 from fse_convert.model.grouping import EXPERT_MODULE, Grouping, group_layers, seen
 from fse_convert.model.moe import Expert, MoELayer, Projection, Role
 from fse_convert.model.quantization import Quantization
+from fse_convert.model.resemblance import resembling
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
@@ -30,27 +32,31 @@ ODD = "the other experts are understood, so this tensor is likely damaged: downl
 TWICE = "servers load whichever they read last: export the model again, with each layer once"
 
 
-def describe(checkpoint: Checkpoint, quantization: Quantization) -> Description:
+def describe(checkpoint: Checkpoint, quantization: Quantization, named: str = "") -> Description:
     """Describe the MoE layers of a checkpoint; never raises for what it does not understand, but records it.
 
-    ``quantization``: what `read_quantization` made of the checkpoint's configs.
+    ``quantization``: what `read_quantization` made of the checkpoint's configs. ``named``: the family of a model type that no row
+    has, as a user names it.
     """
     with garbage_collection_paused():
-        return _describe(checkpoint, quantization)
+        return _describe(checkpoint, quantization, named)
 
 
-def _describe(checkpoint: Checkpoint, quantization: Quantization) -> Description:
+def _describe(checkpoint: Checkpoint, quantization: Quantization, named: str) -> Description:
     config = checkpoint.config
-    family = find_family(config)
+    family = find_family(config, named)
     model_type = str(config.get("model_type", ""))
     kernel = [n for n in checkpoint.tensors if ".shared_l" in n and KERNEL_TENSOR.search(n)]
     tensors = {n: info for n, info in checkpoint.tensors.items() if n not in kernel} if kernel else checkpoint.tensors
     converted = [Problem("already-converted", "tensors in the kernel layout", kernel[0], CONVERT_ORIGINAL)] if kernel else []
     if family is None:
         names = seen(info for info in tensors.values() if "expert" in info.name or EXPERT_MODULE.search(info.name))
-        return Description(None, model_type, conflicts=quantization.conflicts, seen=names, outside=tuple(converted))
-    grouping = group_layers(family, tensors, family.number(config, "num_hidden_layers"))
-    layers = _Reader(quantization.block_hint, gated=family.gated).describe(grouping.layers)
+        like = resembling(config, names)
+        return Description(
+            None, model_type, conflicts=quantization.conflicts, seen=names, outside=tuple(converted), like=like.name if like else ""
+        )
+    grouping = group_layers(family, tensors, family.number(config, *family.depth_keys))
+    layers = _Reader(quantization.block_hint, family).describe(grouping.layers)
     n_shared = family.shared_count(config) if any(m.shared for m in grouping.layers) else 0
     depths = tuple(_depth_conflicts(family, config, grouping))
     found = (*conflicts(family, config, quantization, layers, n_shared), *depths, *quantization.conflicts)
@@ -79,14 +85,15 @@ def _strays(family: Family, grouping: Grouping) -> Iterator[Problem]:
 
 def _depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Grouping) -> Iterator[Problem]:
     """Compare the numbers of layers in the config with what the tensors show: only an MTP layer has MTP tensors."""
-    depth, promised = family.number(config, "num_hidden_layers"), family.number(config, family.mtp_key)
+    depth, promised = family.number(config, *family.depth_keys), family.number(config, family.mtp_key)
+    key = family.depth_keys[0]
     marks = "MTP tensors (enorm, hnorm, eh_proj)"
     for layers, what in ((grouping.beyond, f"have no {marks} and are decoder layers"), (grouping.early, f"have {marks}")):
         if layers:
-            message = f"num_hidden_layers is {depth}, but these layers {what}: {some(layers)}"
-            hint = f"set num_hidden_layers to {grouping.depth}, the number of decoder layers"
+            message = f"{key} is {depth}, but these layers {what}: {some(layers)}"
+            hint = f"set {key} to {grouping.depth}, the number of decoder layers"
             yield Problem("config-layers", message, "config.json", hint)
-    stated = list(family.stated(config, "num_hidden_layers"))
+    stated = list(family.stated(config, key))
     for other in stated[1:]:
         if other.value != stated[0].value:
             message = f"{other.path} is {other.value}, but {stated[0].path} is {stated[0].value}"
@@ -107,9 +114,9 @@ Read = list[tuple[Expert, Formats]]
 class _Reader:
     """Reads formats of expert groups; remembers them by signature, since a layer's experts share one."""
 
-    def __init__(self, block_hint: tuple[int, int] | None, *, gated: bool) -> None:
+    def __init__(self, block_hint: tuple[int, int] | None, family: Family) -> None:
         self.block_hint = block_hint
-        self.gated = gated
+        self.family = family
         self.known: dict[tuple[object, ...], Formats] = {}
         self.understood: tuple[set[Role], set[Role]] = set(), set()
 
@@ -140,10 +147,11 @@ class _Reader:
         if missing:
             message = f"no routed expert {some(map(str, missing))}"
             problems.add(Problem("expert-missing", message, layer.name, INCOMPLETE))
-        if self.gated and layer.shared and layer.gate_tensor is None:
+        if self.family.gated and layer.shared and layer.gate_tensor is None:
             problems.add(Problem("gate-missing", "no gate of the shared expert", layer.shared.name, INCOMPLETE))
         of_routed, of_shared = self.understood
-        groups = _group(routed, of_routed, problems), _group(shared, of_shared, problems)
+        roles = frozenset(self.family.routed_names.values())
+        groups = _group(routed, roles, of_routed, problems), _group(shared, roles, of_shared, problems)
         return LayerDescription(layer, *groups, problems.folded())
 
     def _read(self, experts: Iterable[Expert]) -> Read:
@@ -197,7 +205,7 @@ def _dtypes(parts: Mapping[str, TensorInfo]) -> frozenset[tuple[str, str]]:
     return frozenset((suffix, info.dtype) for suffix, info in parts.items())
 
 
-def _group(read: Read, understood: set[Role], problems: _Problems) -> ExpertGroup | None:
+def _group(read: Read, roles: frozenset[Role], understood: set[Role], problems: _Problems) -> ExpertGroup | None:
     misfits, experts = _Misfits(read, understood), tuple(expert for expert, _ in read)
     first: dict[Role, Format] | None = None
     like: Formats | None = None
@@ -205,7 +213,7 @@ def _group(read: Read, understood: set[Role], problems: _Problems) -> ExpertGrou
     for expert, found in read:
         if found is like:
             continue
-        formats = _whole(expert, found, misfits, problems)
+        formats = _whole(expert, roles, found, misfits, problems)
         if formats is None:
             whole = False
         elif first is None:
@@ -217,12 +225,17 @@ def _group(read: Read, understood: set[Role], problems: _Problems) -> ExpertGrou
             problems.add(Problem("experts-differ", message, where))
     if first is None or not whole:
         return None
-    width, hidden = first[Role.GATE].shape
+    width, hidden = first[Role.UP].shape
     return ExpertGroup(experts, first, hidden, width)
 
 
-def _whole(expert: Expert, read: Formats, misfits: _Misfits, problems: _Problems) -> dict[Role, Format] | None:
-    """Return the formats of an expert that is complete and understood; what keeps it from that is added to ``problems``."""
+def _whole(
+    expert: Expert, roles: frozenset[Role], read: Formats, misfits: _Misfits, problems: _Problems
+) -> dict[Role, Format] | None:
+    """Return the formats of an expert that is complete and understood; what keeps it from that is added to ``problems``.
+
+    ``roles``: the projections that the family's experts have.
+    """
     formats: dict[Role, Format] = {}
     unclear = any(name.startswith(f"{expert.name}.") for name in problems.layer.unknown)
     for role in Role:
@@ -231,13 +244,14 @@ def _whole(expert: Expert, read: Formats, misfits: _Misfits, problems: _Problems
             formats[role] = found
         elif isinstance(found, FormatError):
             problems.add(misfits.told(found, role, expert.projections[role]))
-        elif not unclear:
+        elif role in roles and not unclear:
             problems.add(Problem("projection-missing", f"no {role.value} projection", expert.name, INCOMPLETE))
-    if len(formats) < len(Role):
+    if formats.keys() != roles:
         return None
-    gate, up, down = (formats[r].shape for r in Role)
-    if gate != up or down != gate[::-1]:
-        message = f"gate {list(gate)}, up {list(up)} and down {list(down)} do not make one MLP"
+    up, down = formats[Role.UP].shape, formats[Role.DOWN].shape
+    if formats.get(Role.GATE, formats[Role.UP]).shape != up or down != up[::-1]:
+        *others, last = (f"{role.value} {list(f.shape)}" for role, f in formats.items())
+        message = f"{', '.join(others)} and {last} do not make one MLP"
         problems.add(Problem("expert-shape", message, expert.name, "is the checkpoint sharded by tensor parallelism?"))
         return None
     return formats

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from shlex import quote
 
 from fse_convert.errors import Problem
-from fse_convert.model.families import FAMILIES, Family
+from fse_convert.model.families import FAMILIES
+from fse_convert.model.family import Family
 from fse_convert.model.formats import Format
 from fse_convert.model.grouping import Seen
 from fse_convert.model.moe import Expert, MoELayer, Role
@@ -35,12 +37,18 @@ class ExpertGroup:
 
     @property
     def gate(self) -> Format:
-        """The format of the gate projections, which tells the experts' kind."""
-        return self.formats[Role.GATE]
+        """The format that tells the experts' kind: of the gate projections, or of up where the experts have no gate."""
+        return self.formats.get(Role.GATE, self.formats[Role.UP])
+
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have a gate projection."""
+        return Role.GATE in self.formats
 
     def stored_like(self, other: ExpertGroup) -> bool:
         """Tell whether one kernel could read the experts of both groups."""
-        return all(self.formats[role].same_storage == other.formats[role].same_storage for role in Role)
+        mine, theirs = ({role: f.same_storage for role, f in group.formats.items()} for group in (self, other))
+        return mine == theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +70,11 @@ class LayerDescription:
 class Description:
     """All MoE layers of a model.
 
-    ``family`` None: no row knows this model type, ``layers`` is empty, and ``seen`` lists the names that look like
-    experts. ``section``: the config section that holds the widths. ``n_shared``: shared experts per layer, by which the shared
-    width is divided; 0 where there is none. ``conflicts``: where the configs contradict the headers or each other. ``gaps``:
-    layers and experts that are missing. ``outside``: what is wrong outside of all layers.
+    ``family`` None: no row knows this model type, ``layers`` is empty, ``seen`` lists the names that look like experts, and
+    ``like`` is the family whose names they have, if any. ``section``: the config section that holds the widths. ``n_shared``:
+    shared experts per layer, by which the shared width is divided; 0 where there is none. ``conflicts``: where the configs
+    contradict the headers or each other. ``gaps``: layers and experts that are missing. ``outside``: what is wrong outside of all
+    layers.
     """
 
     family: Family | None
@@ -77,6 +86,7 @@ class Description:
     seen: tuple[Seen, ...] = ()
     gaps: tuple[Problem, ...] = ()
     outside: tuple[Problem, ...] = ()
+    like: str = ""
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -88,6 +98,8 @@ class Description:
         """Why nothing can be said of the model's layers: its family is not known, or its experts have other names."""
         if self.family is None:
             hint = f"known families: {', '.join(dict.fromkeys(f.name for f in FAMILIES))}"
+            if self.like:
+                hint = f"its experts have the names of {self.like}: if they are built alike, add --family {quote(self.like)}"
             return Problem("family-unknown", f"model type {self.model_type!r} is not known", "config.json", hint)
         return self.outside[0] if self.outside and not self.layers else None
 

@@ -12,14 +12,19 @@ from dataclasses import dataclass, field, replace
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.names import natural_key
-from fse_convert.model.families import Family
+from fse_convert.model.family import Family
 from fse_convert.model.moe import Expert, LayerKind, MoELayer, Projection, Role
 
 ROUTED = ".experts."
 EXPERT_MODULE = re.compile(r"(?:^|\.)(?:[a-z]+_)*(?:experts?|(?:shared|switch)_mlp)(?:\.|$)")
 """A module of experts anywhere in a name, MLX's ``switch_mlp`` too; not a router's ``expert_bias`` or a ``routed_expert_norm``."""
-TOWER = re.compile(r"(?:^|\.)(?:vision|visual|image|video|audio|speech)[a-z_]*\.")
-"""Names of another model beside the language model: its experts have widths of their own (dots3-note's vision encoder)."""
+OTHERS = re.compile(r"(?:^|\.)(?:(?:vision|visual|image|video|audio|speech)[a-z_]*|self_attn)\.")
+"""Names of another model beside the language model, and of attention: their experts have widths of their own.
+
+dots3-note's vision encoder; K2-Horizon's ``self_attn.v_experts`` (vLLM 0.33 model_executor/models/k2_horizon.py:810).
+"""
+CONVOLUTION = ".conv1d.weight"
+"""Ends the name of a 3-D tensor that stands where experts may (Nemotron-H's mixers), and holds none."""
 TEXT_LAYERS = r"(?:(?:model|language_model|text_model|module|transformer|backbone|llm)\.)*(?P<at>layers|mtp\.layers|mtp)"
 """What stands before a layer's number in any spelling of a text model."""
 MTP_TENSOR = re.compile(r"(?P<layer>.+\.\d+)\.(?:enorm|hnorm|eh_proj|e_proj|h_proj|shared_head)\.")
@@ -134,7 +139,7 @@ class _Grouper:
         early = (m for m in self.marked if limit is not None and int(m.rpartition(".")[2]) < limit)
         return Grouping(
             layers=tuple(m for _, m in sorted(layers.items(), key=lambda pair: (pair[0][0] is LayerKind.MTP, pair[0][1]))),
-            strays=tuple(t for t in self.strays if not t.name.startswith(twins) and not TOWER.search(t.name)),
+            strays=tuple(t for t in self.strays if not t.name.startswith(twins) and not OTHERS.search(t.name)),
             depth=depth,
             beyond=tuple(sorted(beyond, key=natural_key)),
             early=tuple(sorted(early, key=natural_key)),
@@ -157,7 +162,7 @@ class _Grouper:
                 kind = LayerKind.DECODER if other["at"] == "layers" else LayerKind.MTP
                 self.elsewhere[other["layer"]] = kind, int(other["number"])
             return None
-        name = head if m["block"] else f"{head}.{self.family.block}"
+        name = f"{head}.{self.family.block}" if m["block"] is None else head
         block = self.blocks.get(name)
         if block is None:
             block = self.blocks[name] = _Block(m["layer"], int(m["number"]), bool(m["mtp"]), name)
@@ -176,13 +181,13 @@ class _Grouper:
         """Sort a tensor that is not below ``experts``: of the shared expert, of its gate, stacked, or one that no rule explains."""
         shared = self.family.shared
         head, of_shared, tail = name.partition(f".{shared}.")
-        if of_shared:
+        if shared and of_shared:
             self._shared(head, tail, info)
             return
         head, of_gate, _ = name.partition(f".{shared}_gate.")
-        if of_gate and (block := self._known(head)):
+        if shared and of_gate and (block := self._known(head)):
             block.gate = name
-        elif len(info.shape) > 2 and (block := self._around(name)):
+        elif len(info.shape) > 2 and not name.endswith(CONVOLUTION) and (block := self._around(name)):
             block.stacked.append(info)
         elif EXPERT_MODULE.search(name):
             block = self._around(name)
@@ -215,7 +220,7 @@ class _Grouper:
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             m = self.family.pattern.fullmatch(head := ".".join(parts[:end]))
-            if m and m["block"]:
+            if m and m["block"] is not None:
                 return self._known(head)
         return None
 

@@ -18,6 +18,7 @@ TOPICS = {Question.NATIVE: "NVIDIA MegaMoE", Question.AITER: "AMD AITER", Questi
 """How each question's sentence begins."""
 NO_PATH = frozenset({"model-unsupported", "aiter-family-unsupported"})
 """Reasons that say nothing about a checkpoint beyond its model type."""
+NOTHING_TO_FUSE = "No layer has a shared expert: there is nothing to fuse."
 Plans = Callable[[Options], Decision | None]
 """What a conversion with some options would decide; None where it would refuse."""
 
@@ -63,6 +64,8 @@ def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int
     asked = {q: [a for a in answers if a.question is q and a.engine != CONTRACT] for q in Question}
     if not checkpoint.description.layers:
         return Advice()
+    if not checkpoint.description.problems and not any(d.shared for d in checkpoint.description.layers):
+        return Advice((NOTHING_TO_FUSE,))
     decoder = [i for i, d in enumerate(checkpoint.description.layers) if d.layer.kind is LayerKind.DECODER]
     sentences = [f"{TOPICS[q]}: {_answer(rows, decoder)}" for q, rows in asked.items() if rows]
     native = {a.name: a for a in asked[Question.NATIVE]}

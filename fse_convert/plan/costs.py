@@ -148,7 +148,7 @@ def padding(description: Description, new_width: int) -> Padding:
 
 def kernel_shared(layers: Iterable[LayerDescription]) -> int:
     """Add up the bytes of the shared experts in the kernel's layout, at their own width: FP8 and a scale per 32 columns."""
-    sizes = (3 * d.shared.width * d.shared.hidden for d in layers if d.shared)
+    sizes = (len(d.shared.formats) * d.shared.width * d.shared.hidden for d in layers if d.shared)
     return sum(size + size // KERNEL_GROUP for size in sizes)
 
 
@@ -188,5 +188,5 @@ def _duplicates(layers: list[LayerDescription], serving: Serving) -> Duplicates:
 
 def _scale_bytes(group: ExpertGroup) -> int:
     """Add up the bytes of one FP4 expert's scales in the kernel's layout; other formats do not go that way."""
-    columns = group.formats[Role.GATE].kind.facts.group
-    return 3 * group.width * group.hidden // columns if columns else 0
+    columns = group.gate.kind.facts.group
+    return len(group.formats) * group.width * group.hidden // columns if columns else 0

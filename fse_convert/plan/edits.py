@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from fse_convert.checkpoint.reader import Checkpoint
 from fse_convert.errors import NotConvertible, Problem
 from fse_convert.model.description import Description
-from fse_convert.model.families import FAMILIES, PROJ_NAMES, SECTIONS, Family, Width
+from fse_convert.model.families import FAMILIES
+from fse_convert.model.family import PROJ_NAMES, SECTIONS, Family, Width
 from fse_convert.plan.plan import Plan
 from fse_convert.servers.native import LaunchWidths
 from fse_convert.sidecar.manifest import ConfigEdit
@@ -41,8 +42,8 @@ def config_edits(checkpoint: Checkpoint, description: Description, old: LaunchWi
                 continue
             value = [will] * len(s.value) if isinstance(s.value, list) else will
             edits.append(ConfigEdit(section=s.section, key=s.key, old=s.value, new=value))
-    dense = next((w for w in family.widths if w.dense and any(e.key == w.key for e in edits)), None)
-    if dense and (layer := _dense_layer(checkpoint, family)):
+    dense = next((w for w in family.widths if w.dense and family.value(config, w.dense_key) is None), None)
+    if edits and dense and (layer := _dense_layer(checkpoint, family)):
         message = f"{dense.key} is the width of dense layers too: padding the experts would change it for {layer}"
         problems.append(Problem("config-key", message, "config.json"))
     if problems:

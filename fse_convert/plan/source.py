@@ -17,10 +17,13 @@ from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, open_checkpoint
 from fse_convert.model.describe import describe
 from fse_convert.model.description import Description
+from fse_convert.model.families import FAMILIES
 from fse_convert.model.quantization import Quantization, read_quantization
 from fse_convert.servers.scales import UNREAD, Scales, routed_f32_scales, shared_f32_scales
 from fse_convert.servers.subject import Subject
 
+FAMILY_NAMES = tuple(dict.fromkeys(family.name for family in FAMILIES))
+"""What a user can call a model whose type is not known."""
 WIDTH_KEY = "moe_inter_dim"
 """How inference/config.json of the DeepSeek releases calls the width of an expert."""
 SMALL = 1 << 20
@@ -65,18 +68,18 @@ class Source:
         )
 
 
-def describe_source(checkpoint: Checkpoint) -> Source:
-    """Describe a checkpoint from its headers and configs alone."""
+def describe_source(checkpoint: Checkpoint, family: str = "") -> Source:
+    """Describe a checkpoint from its headers and configs alone; ``family``: the name for a model type that is not known."""
     quantization = read_quantization(checkpoint.config, checkpoint.quant_config)
-    return Source(checkpoint=checkpoint, quantization=quantization, description=describe(checkpoint, quantization))
+    return Source(checkpoint=checkpoint, quantization=quantization, description=describe(checkpoint, quantization, family))
 
 
-def open_source(folder: LocalFolder) -> Source:
-    """Open a checkpoint and read all that a plan rests on.
+def open_source(folder: LocalFolder, family: str = "") -> Source:
+    """Open a checkpoint and read all that a plan rests on; ``family`` as `describe_source` has it.
 
     Raises InvalidCheckpoint, OSError, EOFError, and EnvironmentFailure when the source changes meanwhile.
     """
-    source = describe_source(open_checkpoint(folder))
+    source = describe_source(open_checkpoint(folder), family)
     scales = UNREAD if source.description.problems else read_scales(source, routed=True)
     for shard in {source.checkpoint.tensors[name].shard for name in scales.read}:
         folder.check(shard)

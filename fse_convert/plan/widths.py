@@ -33,7 +33,7 @@ def needed_width(description: Description, options: Options, source_width: int) 
     granularity, multiple = 1, options.contract.width_multiple if options.contract else 1
     for layer in description.layers:
         if layer.routed and options.contract and isinstance(options.target, Target):
-            multiple = lcm(multiple, width_multiple(options.target, layer.routed.formats[Role.GATE].kind))
+            multiple = lcm(multiple, width_multiple(options.target, layer.routed.gate.kind))
         for group in (layer.routed, layer.shared):
             if group:
                 granularity = lcm(granularity, *(_width_block(r, f) for r, f in group.formats.items()))

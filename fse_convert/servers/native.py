@@ -15,7 +15,7 @@ from fse_convert.errors import some
 from fse_convert.layout.sizes import round_up
 from fse_convert.model.consistency import covered
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.families import SECTIONS, place
+from fse_convert.model.family import SECTIONS, place
 from fse_convert.model.formats import E8M0_DTYPES, Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.model.quantization import FP8_METHODS, Quantization
@@ -134,6 +134,9 @@ def _launch_groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] |
         return NO_SHARED_EXPERT
     if layer.routed is None:
         return because(Outcome.UNFUSED, "no-routed-experts", "the layer has no routed experts to fuse into")
+    if not (layer.routed.gated and layer.shared.gated):
+        message = "the experts have no gate projection; the kernel multiplies gate and up"
+        return because(Outcome.UNFUSED, "experts-ungated", message)
     if layer.layer.gate_tensor:
         message = "the shared expert has a gate of its own that scales its output; the kernel adds it with weight 1"
         return because(Outcome.UNFUSED, "shared-gated", message)

@@ -85,9 +85,10 @@ def matrix(store: str, n: int, k: int) -> Tensors:
 
 
 def expert(prefix: str, store: str, width: int, hidden: int, names: tuple[str, str, str] = W) -> Tensors:
-    """Return an expert's tensors: gate and up [width, hidden], down [hidden, width]."""
+    """Return an expert's tensors: gate and up [width, hidden], down [hidden, width]; without gate where its name is empty."""
     gate, up, down = names
     shapes = {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
+    shapes.pop("", None)
     return {f"{prefix}.{p}.{s}": info for p, (n, k) in shapes.items() for s, info in matrix(store, n, k).items()}
 
 

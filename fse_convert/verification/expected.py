@@ -15,7 +15,7 @@ from typing import Any
 from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
-from fse_convert.model.families import SECTIONS, place
+from fse_convert.model.family import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.plan.changes.change import ConfigChange, changed_config

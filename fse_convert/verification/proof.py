@@ -173,13 +173,13 @@ def verify(check: Check, observe: Observer) -> Proof:
     """
     folder, level = LocalFolder(check.out), check.wanted_level
     with environment(check.out):
-        source = open_source(LocalFolder(check.source)) if check.source else None
         try:
             output = Output(folder, OutputManifest.read(folder), check.sample, strict=check.strict)
         except VerificationFailure as e:
-            return Proof(level, damaged(e, "source" if source else "manifest"))
-        if source is None:
+            return Proof(level, damaged(e, "source" if check.source else "manifest"))
+        if check.source is None:
             return Proof(level, prove_alone(output, observe))
+        source = open_source(LocalFolder(check.source), output.manifest.content.model.family)
         proof = _prove(output, source, None, level, check.device, observe)
     return replace(proof, level=Level.STORAGE) if check.level is None and proof.nothing_to_run_on else proof
 

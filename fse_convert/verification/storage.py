@@ -145,7 +145,7 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     """
     out, manifest, findings = output.folder, output.manifest.content, Findings(strict=output.strict)
     checkpoint, sidecar, kept = _open(out, findings)
-    source = describe_source(checkpoint)
+    source = describe_source(checkpoint, manifest.model.family)
     verdicts = manifest.verdicts if manifest.contract else {}
     experts = kernel_experts(source.description, verdicts, manifest.model.shared_kernel_width)
     for shard in kept:

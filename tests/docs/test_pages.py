@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from fse_convert.model.families import FAMILIES
 from fse_convert.report.schemas import RESPONSES, schema
 from fse_convert.servers.targets import TARGETS
 
@@ -41,6 +42,12 @@ def test_the_page_of_targets_is_the_data(make: ModuleType) -> None:
     page = (DOCS / "targets.md").read_text(encoding="utf-8")
     assert page == make.targets_markdown()
     assert all(f"`{t.name}`" in page for t in TARGETS)
+
+
+def test_the_page_of_families_is_the_data(make: ModuleType) -> None:
+    page = (DOCS / "families.md").read_text(encoding="utf-8")
+    assert page == make.families_markdown()
+    assert all(f"`{t}`" in page for family in FAMILIES for t in family.model_types)
 
 
 def test_the_page_of_codes_is_the_data(make: ModuleType) -> None:

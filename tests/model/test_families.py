@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from itertools import product
+from shlex import quote
 from typing import Any
 
 import pytest
 
 from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.describe import describe
 from fse_convert.model.families import FAMILIES, find_family
 from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.quantization import read_quantization
 from fse_convert.servers.judge import judge
-from fse_convert.testing.memory import PROJ, Tensors, W, description_of, expert, subject_of
+from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert, subject_of
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
 
@@ -35,10 +38,16 @@ class Release:
     config: dict[str, Any] = field(default_factory=dict)
     nested: bool = False
     gate: bool = False
+    depth: str = "num_hidden_layers"
 
 
 COUNT = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": WIDTH, "num_nextn_predict_layers": 1}
 OWN = {"num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": 64}
+LING = {"num_experts": EXPERTS, "num_shared_experts": 1, "moe_intermediate_size": WIDTH, "num_nextn_predict_layers": 1}
+TOTAL = "moe_shared_expert_intermediate_size"
+BOTH = {"num_experts": EXPERTS, "num_shared_experts": 1, "intermediate_size": WIDTH}
+LOCAL = {"num_local_experts": EXPERTS, "intermediate_size": WIDTH}
+UP = ("", "up_proj", "down_proj")
 V3, V3_MTP = "model.layers.{}.mlp", "model.layers.2.mlp"
 VL = "model.language_model.layers.{}.mlp"
 SPARSE = "model.layers.{}.block_sparse_moe"
@@ -92,6 +101,52 @@ RELEASES = (
     ),
     Release("Hunyuan-V4", "hy_v4", V3, V3_MTP, config=COUNT),
     Release("dots", "dots1", V3, config=COUNT),
+    Release("Ling", "bailing_moe_v2", V3, V3_MTP, config=LING | {TOTAL: 64}, shared_width=64),
+    Release("Ling", "llada2_moe", V3, config=LING | {"num_shared_experts": 2}, n_shared=2, shared_width=2 * WIDTH),
+    Release("Ling-3", "bailing_hybrid", V3, V3_MTP, config=LING | {TOTAL: WIDTH}),
+    Release("Ling-3", "bailing_moe_v3_vl", VL, "model.language_model.layers.2.mlp", config=LING, nested=True),
+    Release("Sarvam", "sarvam_moe", V3, config=LING),
+    Release("Param2", "param2moe", V3, config=LING | {"num_shared_experts": 2}, n_shared=2, shared_width=2 * WIDTH),
+    Release(
+        "Nemotron-H", "nemotron_h", "backbone.layers.{}.mixer", "mtp.layers.0.mixer", UP, shared_names=UP, shared_width=2 * WIDTH,
+        config=COUNT | {TOTAL: 2 * WIDTH, "hybrid_override_pattern": "EE"},
+    ),
+    Release("EXAONE-MoE", "exaone_moe", V3, config=LING),
+    Release("AFMoE", "afmoe", V3, config=LING | {"num_dense_layers": 0}),
+    Release("K2-Horizon", "k2_horizon", V3, config=LING | {"mlp_only_layers": []}),
+    Release("Qwen2-MoE", "qwen2_moe", V3, shared="shared_expert", shared_width=64, config=OWN, gate=True),
+    Release("Laguna", "laguna", V3, shared="shared_expert", shared_width=64, config=OWN),
+    Release("Flint", "flint", V3, shared="shared_expert", shared_width=64, config=OWN),
+    Release("Kolibri", "kolibri1", V3, shared_width=64, config={**OWN, "num_local_experts": EXPERTS}),
+    Release("openPangu", "pangu_ultra_moe", V3, V3_MTP, config=COUNT),
+    Release("Mistral 4", "mistral4", VL, config=COUNT, nested=True),
+    Release("Mistral Large 4", "mistral_large4", "layers.{}", routed=W, shared_names=W, config=COUNT, nested=True),
+    Release("Solar Open", "solar_open", V3, config=COUNT),
+    Release("Cohere2-MoE", "cohere2_moe", V3, config=BOTH),
+    Release("XVERSE-MoE", "xverse", V3, config=BOTH | {"num_shared_experts": 2}, n_shared=2, shared_width=2 * WIDTH),
+    Release("Mixtral", "mixtral", SPARSE, routed=W, shared="", config=LOCAL),
+    Release("Mixtral", "phimoe", SPARSE, routed=W, shared="", config=LOCAL),
+    Release("MiniMax-M2", "minimax_m2", SPARSE, routed=W, shared="", config=LOCAL),
+    Release("Qwen3-MoE", "qwen3_moe", V3, shared="", config={"num_experts": EXPERTS, "moe_intermediate_size": WIDTH}),
+    Release("Qwen3-MoE", "sdar_moe", V3, shared="", config={"num_local_experts": EXPERTS, "moe_intermediate_size": WIDTH}),
+    Release(
+        "MiMo-V2", "mimo_v2", V3, shared="",
+        config={"n_routed_experts": EXPERTS, "moe_intermediate_size": WIDTH, "moe_layer_freq": [1, 1]},
+    ),
+    Release("OLMoE", "olmoe", V3, shared="", config={"num_experts": EXPERTS, "intermediate_size": WIDTH}),
+    Release("Mellum", "mellum", V3, shared="", config={"num_local_experts": EXPERTS, "moe_intermediate_size": WIDTH}),
+    Release(
+        "LFM2-MoE", "lfm2_moe", "model.layers.{}.feed_forward", routed=W, shared="",
+        config={"num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "num_dense_layers": 0},
+    ),
+    Release(
+        "LongCat-Flash", "longcat_flash", V3, shared="", depth="num_layers",
+        config={"n_routed_experts": EXPERTS, "expert_ffn_hidden_size": WIDTH},
+    ),
+    Release(
+        "Jamba", "jamba", "model.layers.{}.feed_forward", shared="",
+        config={"num_experts": EXPERTS, "intermediate_size": WIDTH},
+    ),
     Release("dots3-note", "dots3_note_text", V3, config=COUNT | {"shared_experts_intermediate_size": 64}, shared_width=64),
 )  # fmt: skip
 
@@ -104,7 +159,8 @@ def tensors_of(release: Release) -> Tensors:
     for block in [*(release.decoder.format(i) for i in range(LAYERS)), *([release.mtp] if release.mtp else [])]:
         for e in range(EXPERTS):
             found |= expert(f"{block}.experts.{e}", "bf16", WIDTH, HIDDEN, release.routed)
-        found |= expert(f"{block}.{release.shared}", "bf16", release.shared_width, HIDDEN, release.shared_names)
+        if release.shared:
+            found |= expert(f"{block}.{release.shared}", "bf16", release.shared_width, HIDDEN, release.shared_names)
         if release.gate:
             found[f"{block}.{release.shared}_gate.weight"] = ("BF16", (1, HIDDEN))
     if release.mtp:
@@ -113,7 +169,7 @@ def tensors_of(release: Release) -> Tensors:
 
 
 def config_of(release: Release) -> dict[str, Any]:
-    inner = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, **release.config}
+    inner = {release.depth: LAYERS, "hidden_size": HIDDEN, **release.config}
     if not release.mtp:
         inner.pop("num_nextn_predict_layers", None)
     if release.nested:
@@ -134,10 +190,11 @@ def test_a_releases_names_are_understood_to_the_last_tensor(release: Release) ->
     assert [(d.layer.name, d.layer.index) for d in mtp] == ([(release.mtp, 0)] if release.mtp else [])
     for d in found.layers:
         assert d.routed is not None
-        assert d.shared is not None
-        assert (len(d.layer.routed), d.routed.width, d.shared.width) == (EXPERTS, WIDTH, release.shared_width)
+        assert (d.shared is not None) is bool(release.shared)
+        assert (len(d.layer.routed), d.routed.width) == (EXPERTS, WIDTH)
+        assert d.shared is None or d.shared.width == release.shared_width
         assert bool(d.layer.gate_tensor) is release.gate is found.family.gated
-    assert found.n_shared == release.n_shared
+    assert found.n_shared == (release.n_shared if release.shared else 0)
     assert found.section == ("text_config" if release.nested else "")
 
 
@@ -146,7 +203,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "as released": {},
     "quantisation at the top": {"quantization_config": FP8},
     "wrong hidden size": {"hidden_size": 2 * HIDDEN},
-    "wrong depth": {"num_hidden_layers": LAYERS + 1},
+    "wrong depth": dict.fromkeys(("num_hidden_layers", "num_layers"), LAYERS + 1),
     "wrong number of experts": dict.fromkeys(
         ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), EXPERTS + 1
     ),
@@ -191,7 +248,7 @@ def answer(config: dict[str, Any], release: Release) -> tuple[Any, ...]:
 @pytest.mark.parametrize("copy", ["", "text_config"])
 @pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
 def test_a_copy_that_says_something_else_is_a_conflict_in_either_section(release: Release, copy: str) -> None:
-    inner = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, **release.config}
+    inner = {"hidden_size": HIDDEN, release.depth: LAYERS, **release.config}
     family = next(f for f in FAMILIES if release.model_type in f.model_types)
     keys = {"hidden_size", *(w.key for w in family.widths), *family.n_routed_keys, *family.n_shared_keys} & inner.keys()
     for key in keys:
@@ -209,6 +266,30 @@ def test_numbers_of_experts_per_modality_add_up() -> None:
     assert [c.message for c in two.conflicts] == ["moe_num_experts is [3, 3], the tensors show 3 routed experts per decoder layer"]
     per_layer = next(r for r in RELEASES if r.family == "Hunyuan")
     assert description_of(config_of(per_layer), tensors_of(per_layer)).n_shared == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "width", "reading"),
+    [
+        ("bailing_hybrid", {}, WIDTH, ""),
+        ("bailing_hybrid", {TOTAL: 64}, 64, "moe_intermediate_size x 1 shared is 128"),
+        ("bailing_hybrid", {"num_shared_experts": 2}, 2 * WIDTH, f"{TOTAL} is 128, the tensors show 256"),
+        ("bailing_hybrid", {"num_shared_experts": 2, TOTAL: 2 * WIDTH}, 2 * WIDTH, f"{TOTAL} x 2 shared is 512"),
+        ("sarvam_moe", {"num_shared_experts": 2}, 2 * WIDTH, ""),
+        ("sarvam_moe", {"num_shared_experts": 2, TOTAL: 64}, WIDTH, "moe_intermediate_size x 2 shared is 256"),
+        ("nemotron_h", {"n_shared_experts": 2}, 2 * WIDTH, f"{TOTAL} x 2 shared is 512"),
+        ("param2moe", {"num_shared_experts": 2, TOTAL: 192}, 192, ""),
+    ],
+)
+def test_loaders_that_read_a_key_in_different_ways_must_come_to_one_width(
+    model_type: str, change: dict[str, Any], width: int, reading: str
+) -> None:
+    release = next(r for r in RELEASES if r.model_type == model_type)
+    release = replace(release, config=release.config | change, shared_width=width)
+    found = description_of(config_of(release), tensors_of(release))
+    assert found.problems == ()
+    assert {c.code for c in found.conflicts} == ({"config-width"} if reading else set())
+    assert not reading or any(c.message.startswith(reading) for c in found.conflicts)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +322,44 @@ def test_a_gated_familys_gate_must_be_there() -> None:
 def test_every_family_of_the_table_is_tried() -> None:
     tried = {r.family for r in RELEASES} | {"Llama 4", "Step-5"}
     assert tried == {f.name for f in FAMILIES}
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_a_model_type_that_is_not_known_resembles_a_family_with_such_names(release: Release) -> None:
+    config = config_of(release) | {"model_type": "newcomer"}
+    config = {k: {**v, "model_type": "newcomer_text"} if isinstance(v, dict) else v for k, v in config.items()}
+    unknown = description_of(config, tensors_of(release))
+    assert unknown.family is None
+    assert unknown.unknown is not None
+    assert f"add --family {quote(unknown.like)}" in unknown.unknown.hint
+    made = checkpoint(config, tensors_of(release))
+    named, known = (describe(made, read_quantization(config), f) for f in (unknown.like, release.family))
+    assert named.problems == named.conflicts == ()
+    assert named.layers == known.layers == description_of(config_of(release), tensors_of(release)).layers
+
+
+@pytest.mark.parametrize("change", ["another projection", "no width", "no count", "experts elsewhere", "stacked"])
+def test_a_model_that_is_built_in_another_way_resembles_none(change: str) -> None:
+    release = next(r for r in RELEASES if r.model_type == "deepseek_v3")
+    config, tensors = config_of(release) | {"model_type": "newcomer"}, tensors_of(release)
+    if change == "another projection":
+        tensors |= {name.replace("up_proj", "side_proj"): info for name, info in tensors.items()}
+    elif change == "no width":
+        del config["moe_intermediate_size"]
+    elif change == "no count":
+        del config["n_routed_experts"]
+    elif change == "experts elsewhere":
+        tensors["adapter.experts.0.gate_proj.weight"] = ("BF16", (4, 4))
+    else:
+        tensors["model.layers.0.mlp.experts.gate_up_proj"] = ("BF16", (4, 4, 4))
+    assert description_of(config, tensors).like == ""
+
+
+def test_the_family_of_a_known_model_type_is_not_a_matter_of_opinion() -> None:
+    release = next(r for r in RELEASES if r.model_type == "deepseek_v3")
+    made = checkpoint(config_of(release), tensors_of(release))
+    found = describe(made, read_quantization(made.config), "MiniMax-M3")
+    assert (found.family and found.family.name, found.problems) == ("DeepSeek-V3", ())
 
 
 def test_model_types_belong_to_one_family_each() -> None:
@@ -304,7 +423,7 @@ def test_step5_holds_stacked_experts_in_the_block_and_the_shared_one_beside_it(s
 
 def test_a_family_is_found_by_the_text_models_type_too() -> None:
     assert find_family({"model_type": "kimi_vl", "text_config": {"model_type": "deepseek_v3"}}) is not None
-    assert find_family({"model_type": "mixtral"}) is None
+    assert find_family({"model_type": "newcomer"}) is None
     assert find_family({}) is None
 
 

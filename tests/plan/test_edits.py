@@ -55,6 +55,8 @@ MOE = {"moe_intermediate_size": 1}
 COUNTS = {"n_routed_experts": 2, "n_shared_experts": 1}
 NUMBERED = {"num_experts": 2, "num_shared_experts": 1}
 OWN = {"moe_intermediate_size": 1, "shared_expert_intermediate_size": 1}
+TOTAL = "moe_shared_expert_intermediate_size"
+UP = ("", "up_proj", "down_proj")
 SPARSE = "model.layers.{}.block_sparse_moe"
 # Per row of the research: transformers 5.24, vLLM 0.33 and SGLang 0.5.23, all keys that any of them reads.
 MODELS = (
@@ -94,6 +96,22 @@ MODELS = (
         "step3p7", {**MOE, "share_expert_dim": 1, "share_expert_dims": 1}, {"moe_num_experts": 2}, "model.layers.{}.moe",
         shared="share_expert",
     ),
+    Model("bailing_moe_v2", {**MOE, TOTAL: 1}, NUMBERED),
+    Model("bailing_moe", {**MOE, TOTAL: 1}, NUMBERED | {"num_shared_experts": 2}, n_shared=2),
+    Model("llada2_moe", MOE, NUMBERED | {"num_shared_experts": 2}, n_shared=2),
+    Model("bailing_hybrid", {**MOE, TOTAL: 1}, NUMBERED),
+    Model("sarvam_moe", {**MOE, TOTAL: 1}, NUMBERED | {"num_shared_experts": 2}, n_shared=2),
+    Model("param2moe", {**MOE, TOTAL: 2}, NUMBERED | {"num_shared_experts": 2}, n_shared=2),
+    Model(
+        "nemotron_h", {**MOE, TOTAL: 2}, COUNTS | {"hybrid_override_pattern": "EE", "intermediate_size": 384},
+        "backbone.layers.{}.mixer", UP, shared_names=UP, n_shared=2,
+    ),
+    *(Model(name, MOE, NUMBERED | {"intermediate_size": 18432}) for name in ("exaone_moe", "afmoe", "k2_horizon")),
+    *(Model(name, OWN, {"num_experts": 2}, shared="shared_expert") for name in ("qwen2_moe", "laguna", "flint")),
+    Model("kolibri1", OWN, {"num_local_experts": 2}),
+    *(Model(name, MOE, COUNTS | {"intermediate_size": 18432}) for name in ("pangu_ultra_moe", "mistral4", "solar_open")),
+    Model("cohere2_moe", {"intermediate_size": 1}, NUMBERED),
+    Model("xverse", {"intermediate_size": 1}, NUMBERED | {"num_shared_experts": 2}, n_shared=2),
 )  # fmt: skip
 NAMES = [f"{m.model_type} {m.n_shared} shared" for m in MODELS]
 NESTED = ("flat", "nested", "both")

@@ -9,7 +9,7 @@ import pytest
 from fse_convert.servers.native import LaunchWidths, kernel_verdict, native_verdict, padded_routed, server_config_value
 from fse_convert.servers.targets import CONTRACTS, FP8_SHARED, find_target
 from fse_convert.servers.verdict import Outcome, Verdict
-from fse_convert.testing.memory import Model, subject_of
+from fse_convert.testing.memory import Model, expert, subject_of
 
 V41 = {"model_type": "deepseek_v41"}
 FLASH = Model(hidden=4096, width=2048, shared="fp8-128", layers=1, mtp=0)
@@ -153,6 +153,16 @@ def test_a_gated_shared_expert_and_a_latent_hidden_size_do_not_join() -> None:
     latent = {n: i for n, i in Model(layers=1, mtp=0, hidden=256).tensors().items() if ".experts." in n}
     layer = subject_of(Model().full_config(), plain | latent).description.layers[0]
     assert [r.code for r in kernel_verdict(layer, contract, FP8_SHARED).reasons] == ["hidden-differs"]
+
+
+def test_experts_without_a_gate_projection_do_not_join() -> None:
+    names = ("", "up_proj", "down_proj")
+    tensors = expert("backbone.layers.0.mixer.experts.0", "fp8-32", 512, 512, names)
+    tensors |= expert("backbone.layers.0.mixer.shared_experts", "fp8-32", 512, 512, names)
+    description = subject_of({"model_type": "nemotron_h"}, tensors).description
+    assert description.problems == ()
+    verdict = kernel_verdict(description.layers[0], CONTRACTS["megamoe-128"], FP8_SHARED)
+    assert (verdict.outcome, [r.code for r in verdict.reasons]) == (Outcome.UNFUSED, ["experts-ungated"])
 
 
 def test_a_layer_that_is_not_understood_gets_no_verdict() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fse_convert.model.families import SECTIONS, place
+from fse_convert.model.family import SECTIONS, place
 from fse_convert.servers.aiter.families import NO_RENAMES, AiterFamily
 from fse_convert.servers.aiter.patterns import (
     NotFusedError,

@@ -1,0 +1,192 @@
+"""What a model family is: the names of its experts, and the keys of config.json that hold their sizes. Rows: `families`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from fse_convert.model.moe import Role
+
+W_NAMES = {"w1": Role.GATE, "w3": Role.UP, "w2": Role.DOWN}
+PROJ_NAMES = {"gate_proj": Role.GATE, "up_proj": Role.UP, "down_proj": Role.DOWN}
+UNGATED = {"up_proj": Role.UP, "down_proj": Role.DOWN}
+"""Experts that activate up alone, such as relu2: a zero channel stays zero there too."""
+MODEL_LAYERS = r"(?:language_model\.)?model\.(?:language_model\.)?layers"
+BARE_LAYERS = r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers"
+SPARSE = "block_sparse_moe"
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The keys that say which decoder layers have experts; None: the family has no such key.
+
+    Layer i has some from ``first`` to ``last`` if ``i + ahead`` is a multiple of ``step``, unless ``dense`` lists it. ``step`` may
+    also hold a flag per layer. ``words``: keys that hold a word or a letter per layer, of which those in `MOE_WORDS` mean experts;
+    they decide before all others, as transformers 5 writes ``mlp_layer_types``.
+    """
+
+    first: str | None = None
+    last: str | None = None
+    step: str | None = None
+    ahead: int = 0
+    dense: str | None = None
+    words: tuple[str, ...] = ("mlp_layer_types",)
+
+
+MOE_WORDS = frozenset({"sparse", "hash_moe", "moe", "E"})
+"""How layers with experts are marked: by transformers 5, and by Nemotron-H (``layers_block_type``, ``hybrid_override_pattern``)."""
+EVERY_LAYER = Sparse()
+DENSE_PREFIX = Sparse(first="first_k_dense_replace", step="moe_layer_freq")
+"""vLLM 0.33 model_executor/models/deepseek_v2.py, and those that follow it."""
+STEPPED = Sparse(step="decoder_sparse_step", ahead=1, dense="mlp_only_layers")
+"""vLLM 0.33 model_executor/models/qwen2_moe.py:315-320, and those that follow it."""
+
+
+class Share(Enum):
+    """Whose width a key states."""
+
+    ROUTED = "a routed expert"
+    SHARED = "the shared MLP"
+    ONE_SHARED = "one shared expert"
+
+
+@dataclass(frozen=True)
+class Width:
+    """A key from which some loader builds experts: padding edits every one that is there.
+
+    ``assumed``: the width that loaders take where the key is missing; empty where they then read another key. ``optional``:
+    some loaders never read it. ``dense``: dense MLPs of decoder layers are built from it too, unless ``dense_key`` is there.
+    """
+
+    key: str
+    share: Share = Share.ROUTED
+    assumed: str = ""
+    optional: bool = False
+    dense: bool = False
+    dense_key: str | None = None
+
+    def of(self, routed: int | None, shared: int | None, n_shared: int) -> int | None:
+        """Return what the key must say of experts so wide, ``n_shared`` of them shared; None where no integer says it."""
+        if self.share is Share.ROUTED:
+            return routed
+        if self.share is Share.SHARED or shared is None:
+            return shared
+        return shared // n_shared if n_shared and shared % n_shared == 0 else None
+
+
+DEFAULT = "a default of their own"
+MOE = Width("moe_intermediate_size", assumed=DEFAULT)
+EITHER = Width("intermediate_size", assumed=DEFAULT)
+SECTIONS = ("", "text_config")
+"""Where config.json keeps the text model's keys: at the top level, or nested."""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A key that config.json has, and the section that it stands in. ``number``: the one integer that ``value`` means, if any."""
+
+    section: str
+    key: str
+    value: Any
+    number: int | None
+
+    @property
+    def path(self) -> str:
+        """The key as people write it."""
+        return f"{self.section}.{self.key}" if self.section else self.key
+
+
+@dataclass(frozen=True)
+class Family:
+    """One way of naming a MoE model's experts and of writing their sizes into config.json.
+
+    ``layers`` and ``mtp`` are regular expressions for what stands before a layer's number, ``block`` for the MoE block behind it;
+    empty where experts are the layer's own. With ``mtp`` None, MTP layers are numbered on from the decoder layers (DeepSeek-V3).
+    ``shared``: the module of the shared experts, empty in a family that has none; ``beside``: it stands beside the block, not
+    inside it. ``widths``: the keys that state how wide experts are; ``readings``: other readings of those keys by some loader,
+    which must come to the same. ``depth_keys``, ``n_routed_keys``, ``n_shared_keys``: the names of the number of decoder layers and
+    of either kind of experts (without a name for shared experts there is one); ``per_modality``: as a list it has a part per
+    modality. ``stacked``: its releases hold all experts of a layer in one tensor. ``gated``: a gate of its own scales the shared
+    expert's output. ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``: routed experts of MTP
+    layers, where they have a key of their own.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    source: str
+    layers: str = MODEL_LAYERS
+    mtp: str | None = None
+    block: str = "mlp"
+    shared: str = "shared_experts"
+    beside: bool = False
+    routed_names: Mapping[str, Role] = field(default_factory=lambda: PROJ_NAMES)
+    shared_names: Mapping[str, Role] = field(default_factory=lambda: PROJ_NAMES)
+    widths: tuple[Width, ...] = (MOE,)
+    readings: tuple[Width, ...] = ()
+    depth_keys: tuple[str, ...] = ("num_hidden_layers",)
+    n_routed_keys: tuple[str, ...] = ("n_routed_experts",)
+    n_shared_keys: tuple[str, ...] = ("n_shared_experts",)
+    per_modality: bool = False
+    stacked: bool = False
+    mtp_key: str | None = "num_nextn_predict_layers"
+    gated: bool = False
+    sparse: Sparse | None = DENSE_PREFIX
+    mtp_routed_key: str | None = None
+
+    @property
+    def example(self) -> str:
+        """The prefix of a MoE block, with ``N`` for the layer's number and without the parts that only some releases have."""
+        layers, block = re.sub(r"\(\?:[^)]*\)\?", "", self.layers).replace("\\", ""), self.block.partition("|")[0]
+        return f"{layers}.N.{block}".rstrip(".")
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the prefix of a MoE block, ``layers.3.ffn``: groups layer, number, mtp, block."""
+        mtp = f"(?P<mtp>{self.mtp})" if self.mtp else "(?P<mtp>(?!))"
+        block = rf"(?:\.(?P<block>{self.block}))" + ("?" if self.beside else "") if self.block else "(?P<block>)"
+        return re.compile(rf"(?P<layer>(?:{mtp}|{self.layers})\.(?P<number>\d+)){block}")
+
+    def section(self, config: Mapping[str, Any]) -> str:
+        """Name of the config section that holds the width of a routed expert; empty for the top level."""
+        return next((name for name in SECTIONS for w in self.widths if place(config, name).get(w.key) is not None), "")
+
+    def stated(self, config: Mapping[str, Any], *keys: str | None) -> Iterator[Stated]:
+        """Yield every statement of some keys that mean the same, those in the section that holds the widths first."""
+        for name in dict.fromkeys((self.section(config), *SECTIONS)):
+            for key in keys:
+                if key and (value := place(config, name).get(key)) is not None:
+                    yield Stated(name, key, value, self._number(key, value))
+
+    def value(self, config: Mapping[str, Any], key: str | None) -> object:
+        """Read a key wherever it stands; None when absent."""
+        return next((s.value for s in self.stated(config, key)), None)
+
+    def number(self, config: Mapping[str, Any], *keys: str | None) -> int | None:
+        """Read an integer under any of its names; None when absent or not an integer."""
+        return next((s.number for s in self.stated(config, *keys)), None)
+
+    def shared_count(self, config: Mapping[str, Any]) -> int:
+        """Return the number of shared experts per layer: 0 where the key is null, one where the config does not say."""
+        written = self.number(config, *self.n_shared_keys)
+        if written is not None:
+            return written
+        null = any(place(config, name).get(key, 1) is None for name in SECTIONS for key in self.n_shared_keys)
+        return 0 if null else 1
+
+    def _number(self, key: str, value: object) -> int | None:
+        """Return an integer: itself, a list of equal ones (one per layer), the sum of a list per modality; None of others."""
+        if isinstance(value, list) and value and all(type(v) is int for v in value):
+            if self.per_modality and key in (*self.n_routed_keys, *self.n_shared_keys):
+                return sum(value)
+            value = value[0] if len(set(value)) == 1 else None
+        return value if type(value) is int else None
+
+
+def place(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    """Return a section of config.json, the whole of it for an empty name; empty where there is none."""
+    found = config.get(section) if section else config
+    return found if isinstance(found, Mapping) else {}

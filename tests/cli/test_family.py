@@ -1,0 +1,56 @@
+"""``--family``: a model type that is not known, whose names are those of a family that is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fse_convert.testing.patch import edit_config
+
+Made = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
+AS_V4 = ("--family", "DeepSeek-V4")
+UNFUSED = "--allow-unfused"
+
+
+@pytest.fixture
+def newcomer(source: Made) -> Path:
+    """A checkpoint of DeepSeek-V4's names under a model type that no row has."""
+    root = source("v4-flash")
+    edit_config(root, lambda config: config.update(model_type="newcomer", architectures=["NewcomerForCausalLM"]))
+    return root
+
+
+def test_the_refusal_names_the_option_and_the_option_helps(newcomer: Path, tmp_path: Path, run: Run) -> None:
+    code, _, err = run(newcomer, tmp_path / "out")
+    assert (code, "error[family-unknown]" in err) == (3, True)
+    assert "add --family DeepSeek-V4" in err
+    code, text, _ = run("inspect", newcomer)
+    assert (code, "add --family DeepSeek-V4" in text) == (0, True)
+    assert run(newcomer, tmp_path / "out", *AS_V4, UNFUSED)[0] == 0
+    manifest = json.loads((tmp_path / "out" / "fse" / "manifest.json").read_text())
+    assert manifest["model"]["family"] == "DeepSeek-V4"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["moe_intermediate_size"] == 512
+
+
+def test_what_is_written_is_proved_and_restored_without_naming_it_again(newcomer: Path, tmp_path: Path, run: Run) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert run(newcomer, out, *AS_V4, UNFUSED)[0] == 0
+    assert run("verify", out, "--source", newcomer)[0] == 0
+    assert run("verify", out)[0] == 0
+    assert run("restore", out, again)[0] == 0
+    assert (again / "config.json").read_bytes() == (newcomer / "config.json").read_bytes()
+
+
+def test_inspect_describes_it(newcomer: Path, run: Run) -> None:
+    code, text, _ = run("inspect", newcomer, "--family", "deepseek-v4", "--json")
+    assert code == 0
+    assert json.loads(text)["family"] == "DeepSeek-V4"
+
+
+def test_a_family_that_is_not_known_is_a_wrong_option(newcomer: Path, run: Run) -> None:
+    code, _, err = run("inspect", newcomer, "--family", "Oldtimer")
+    assert (code, "Oldtimer" in err) == (2, True)
