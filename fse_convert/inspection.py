@@ -19,6 +19,7 @@ from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.decide import planner
 from fse_convert.plan.offers import Offers, make_offers
+from fse_convert.plan.ranks import Ranks, ranks
 from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.plan.widths import contract_widths
 from fse_convert.servers.judge import Answer, judge
@@ -34,7 +35,7 @@ class Inspection:
     ``problems``: what is broken; ``unsupported``: what is whole but not understood; ``conflicts``: where config and headers
     contradict each other; ``notes``: what to know.
     ``costs`` is None without experts of one width. ``converted``: whether fse-convert wrote the folder. ``offers``: changes of
-    format that would help.
+    format that would help. ``ranks``: what servers make of its experts under tensor parallelism, where that was asked.
     """
 
     checkpoint: Checkpoint
@@ -48,6 +49,7 @@ class Inspection:
     notes: tuple[Problem, ...]
     converted: bool
     offers: Offers = field(default_factory=Offers)
+    ranks: Ranks | None = None
 
     @property
     def description(self) -> Description:
@@ -81,7 +83,7 @@ def inspect(
     source = replace(source, scales=_scales(reading, source, thorough=thorough))
     description, about = source.description, source.subject
     plans = (lambda _: None) if reading.problems or reading.converted else planner(source)
-    widths = contract_widths(description, serving.tp)
+    widths = contract_widths(about, serving.tp)
     problems = _layer_problems(reading, description)
     broken = folded((*reading.problems, *(p for p in problems if p.code not in NOT_UNDERSTOOD)))
     unsupported = folded(p for p in problems if p.code in NOT_UNDERSTOOD)
@@ -104,6 +106,7 @@ def inspect(
         checkpoint.notes,
         reading.converted,
         make_offers(asked, plans, checkpoint, folder.label),
+        None if broken else ranks(about, serving.tp, folder.label),
     )
 
 

@@ -39,7 +39,7 @@ OPTIONS: dict[str, list[str]] = {
     "unfused": ["--allow-unfused", "--verify", "storage"],
     "unproved": ["--allow-unfused", "--verify", "none"],
     "shared": ["--experts", "shared", "--allow-unfused", "--verify", "storage"],
-    "tp 4": ["--tp", "4", "--allow-unfused", "--verify", "storage"],
+    "tp 4": ["--target", "megamoe-512", "--tp", "4", "--allow-unfused", "--verify", "storage"],
     "tp 3 at 128": ["--tp", "3", "--target", "megamoe-128", "--allow-unfused", "--verify", "storage"],
     "vllm-0.30": ["--target", "vllm-0.30", "--allow-unfused", "--verify", "storage"],
     "vllm-0.33": ["--target", "vllm-0.33", "--allow-unfused", "--verify", "storage"],

@@ -124,7 +124,7 @@ def convert(
         raise UsageError(Problem("parts-alone", f"--part and {other} exclude each other", "--part", hint))
     named = ctx.get_parameter_source("target") is not click.core.ParameterSource.DEFAULT
     options = Options(
-        target=find_any(target) if named or not (routed or shared) else None,
+        target=find_any(target) if named or not (routed or shared or tp > 1) else None,
         experts=Experts(experts),
         tp=tp,
         allow_unfused=allow_unfused,

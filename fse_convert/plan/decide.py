@@ -54,9 +54,9 @@ def planner(source: Source) -> Callable[[Options], Decision | None]:
 def _decide_after(after: Source, changes: Changes, options: Options) -> Decision:
     """Decide about a source as it is after some changes of format."""
     description = after.description
-    _check_understood(after.checkpoint, description)
+    _check_understood(after.checkpoint, description, options)
     source_width, n_shared = stored_widths(description)
-    width = needed_width(description, options, source_width)
+    width = needed_width(after.subject, options, source_width, n_shared)
     main = width if options.experts is Experts.ALL else source_width
     at_kernel, at_main, at_source = (LaunchWidths(w, n_shared * w) for w in (width, main, source_width))
     if main != source_width and any(change.tensors for change in changes):
@@ -113,13 +113,14 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
                     "--allow-unfused converts anyway"), *problems]  # fmt: skip
 
 
-def _check_understood(checkpoint: Checkpoint, description: Description) -> None:
+def _check_understood(checkpoint: Checkpoint, description: Description, options: Options) -> None:
     problems = [*description.problems, *(c for c in description.conflicts if c.code in LOAD_CONFLICTS)]
     if description.family is None and description.unknown:
         problems.append(description.unknown)
-    elif description.family and not any(d.shared for d in description.layers) and not problems:
-        message = f"no shared experts under the names of {description.family.name}"
-        problems.append(Problem("no-shared-experts", message, checkpoint.folder.label))
+    elif description.family and options.target and not any(d.shared for d in description.layers) and not problems:
+        message = f"no shared experts under the names of {description.family.name}: there is nothing to fuse"
+        hint = "--tp N without --target pads for tensor parallelism alone"
+        problems.append(Problem("no-shared-experts", message, checkpoint.folder.label, hint))
     if problems:
         raise InvalidCheckpoint(*folded(problems))
 

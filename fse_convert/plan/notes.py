@@ -53,11 +53,11 @@ def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
     target, tp = plan.options.target, plan.options.tp
     if decision.main_width == decision.source_width or narrow is None or not isinstance(target, Target):
         return None
-    forced = needed_width(plan.source.description, Options(narrow, tp=tp), decision.source_width) != decision.source_width
+    narrowest = needed_width(plan.source.subject, Options(narrow, tp=tp), decision.source_width, decision.n_shared)
     wanted = not target.is_contract and _source_verdict(plan, target.name).outcome is not decision.server.outcome
     rows = [t for t in TARGETS if not t.is_contract]
     fusing = [t for t in rows if _source_verdict(plan, t.name).fused]
-    if forced or wanted or not fusing:
+    if narrowest != decision.source_width or wanted or not fusing:
         return None
     fuse = f"{releases(fusing, rows)} fuse the source as is: --target {narrow.name} pads nothing"
     return Problem("padding-not-needed", f"{padding_cost(plan, size)} {fuse}")

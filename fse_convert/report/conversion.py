@@ -52,9 +52,11 @@ def _headline(plan: Plan, title: str) -> str:
 def _changes(plan: Plan) -> str:
     """Say what changes, and how many layers the server fuses afterwards."""
     decision = plan.decision
-    does = "; ".join(f"{c.does} ({'lossless' if c.lossless else 'lossy'})" for c in decision.changes) or "nothing to change"
+    wider = decision.main_width != decision.source_width
+    does = [f"width {decision.source_width} -> {decision.main_width}, for tensor parallelism {plan.options.tp}"] * wider
+    does += [f"{c.does} ({'lossless' if c.lossless else 'lossy'})" for c in decision.changes]
     fuses = f"; {plan.options.goal} fuses {decision.fused_layers} of {len(decision.verdicts)} layers"
-    return does + (fuses if plan.options.target else "")
+    return ("; ".join(does) or "nothing to change") + (fuses if plan.options.target else "")
 
 
 def _server(plan: Plan, target: Target) -> str:

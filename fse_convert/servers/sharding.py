@@ -117,7 +117,12 @@ def slices(checkpoint: Subject, engine: str, tp: int) -> tuple[Slices, ...]:
 
 
 def smallest_width(checkpoint: Subject, width: int, n_shared: int, tp: int, engines: Iterable[str] = ENGINES) -> int:
-    """Return the smallest width of one expert, at least ``width``, at which all ranks of all servers hold whole blocks.
+    """Return the smallest width of one expert, at least ``width``, at which all ranks of all servers hold whole blocks."""
+    return round_up(width, rank_multiple(checkpoint, n_shared, tp, engines))
+
+
+def rank_multiple(checkpoint: Subject, n_shared: int, tp: int, engines: Iterable[str] = ENGINES) -> int:
+    """Return the multiple that the width of one expert must be of, so that all ranks of all servers hold whole blocks.
 
     ``n_shared``: how many experts wide the shared MLP is. A server that pads by itself needs no more than a width that the ranks
     divide.
@@ -128,7 +133,7 @@ def smallest_width(checkpoint: Subject, width: int, n_shared: int, tp: int, engi
             rule = _rule(checkpoint, engine, group, shared=shared)
             multiple = tp * (1 if rule and rule.partial is Load.PADDED else _multiple(group, rule, checkpoint.quantization))
             needed = lcm(needed, multiple // gcd(multiple, n_shared) if shared else multiple)
-    return round_up(width, needed)
+    return needed
 
 
 def _groups(checkpoint: Subject) -> Iterable[tuple[ExpertGroup, bool]]:

@@ -8,13 +8,13 @@ import pytest
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.reader import open_checkpoint
-from fse_convert.model.describe import describe
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
-from fse_convert.model.quantization import read_quantization
 from fse_convert.plan.costs import Serving, costs, padding, stored
+from fse_convert.plan.source import describe_source
 from fse_convert.plan.widths import contract_widths
 from fse_convert.report.console import size
+from fse_convert.servers.subject import Subject
 from fse_convert.testing.checkpoints import make_checkpoint
 from fse_convert.testing.memory import Model
 
@@ -23,22 +23,27 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def v41(tmp_path_factory: pytest.TempPathFactory) -> Description:
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     """All 96,085 headers of V4.1-Flash; the values are a hole in the file."""
     root = make_checkpoint(tmp_path_factory.mktemp("v41") / "source", "v4.1-flash", real=True, sparse=True)
-    opened = open_checkpoint(LocalFolder(root))
-    return describe(opened, read_quantization(opened.config, opened.quant_config))
+    return describe_source(open_checkpoint(LocalFolder(root))).subject
 
 
-def test_widths_of_v41(v41: Description) -> None:
-    assert contract_widths(v41, tp=1) == {"megamoe-512": 2560, "megamoe-128": 2304}
-    assert contract_widths(v41, tp=8) == {"megamoe-512": 2560, "megamoe-128": 2304}
-    assert contract_widths(v41, tp=16) == {"megamoe-512": 2560, "megamoe-128": 2560}
+@pytest.fixture(scope="module")
+def v41(subject: Subject) -> Description:
+    """What they describe."""
+    return subject.description
+
+
+def test_widths_of_v41(subject: Subject) -> None:
+    assert contract_widths(subject, tp=1) == {"megamoe-512": 2560, "megamoe-128": 2304}
+    assert contract_widths(subject, tp=8) == {"megamoe-512": 2560, "megamoe-128": 2304}
+    assert contract_widths(subject, tp=16) == {"megamoe-512": 2560, "megamoe-128": 2560}
 
 
 @pytest.mark.parametrize(("ep", "native", "delta"), [(1, 268.95, 29.88), (4, 67.24, 7.47), (8, 33.62, 3.74), (16, 16.81, 1.87)])
 def test_routed_experts_of_v41s_decoder_per_rank(v41: Description, ep: int, native: float, delta: float) -> None:
-    found = costs(v41, Serving(ep=ep), contract_widths(v41, tp=1))
+    found = costs(v41, Serving(ep=ep), {"megamoe-512": 2560, "megamoe-128": 2304})
     assert found.decoder.routed / ep / GIB == pytest.approx(native, abs=0.005)
     assert found.paddings["megamoe-512"].decoder.routed / ep / GIB == pytest.approx(delta, abs=0.005)
     assert list(found.paddings) == ["megamoe-512"]
@@ -62,7 +67,7 @@ def test_the_readme_says_what_padding_v41_costs(v41: Description) -> None:
 
 
 def test_shared_experts_of_v41_in_the_kernel_replicated(v41: Description) -> None:
-    found = costs(v41, Serving(tp=4), contract_widths(v41, tp=1))
+    found = costs(v41, Serving(tp=4), {"megamoe-512": 2560, "megamoe-128": 2304})
     assert found.shared_kernel / GIB == pytest.approx(1.36, abs=0.005)
     assert found.shared_sharded == found.shared_kernel / 4
 

@@ -36,7 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
 def inspection(model: Model, serving: Serving | None = None, problems: tuple[Problem, ...] = ()) -> Inspection:
     about: Subject = model.subject()
     answers = judge(about)
-    widths = contract_widths(about.description, 1)
+    widths = contract_widths(about, 1)
     opened = checkpoint(about.config, model.tensors())
     return Inspection(
         checkpoint=opened,

@@ -15,6 +15,7 @@ from fse_convert.report.console import gathered
 from fse_convert.report.inspection.view import View
 from fse_convert.report.records import ExpertsRecord, ReasonRecord, Record, Response, fill
 from fse_convert.servers.judge import Answer, Question
+from fse_convert.servers.sharding import Load
 from fse_convert.servers.verdict import Outcome
 
 
@@ -34,6 +35,7 @@ class InspectionRecord(Response, kw_only=True):
     costs: CostsRecord | None
     advice: AdviceRecord
     offers: list[OfferRecord]
+    ranks: RanksRecord | None
     problems: Sequence[Problem]
     unsupported: Sequence[Problem]
     conflicts: Sequence[Problem]
@@ -142,6 +144,28 @@ class OfferRecord(Record):
     command: str
 
 
+class SliceRecord(Record):
+    """One kind of experts on one server's ranks: widths of all, of one rank, and what that must be a multiple of."""
+
+    engine: str
+    shared: bool
+    width: int
+    rank: int
+    multiple: int
+    load: Load
+
+
+class RanksRecord(Record):
+    """What servers make of the experts on ``tp`` ranks; ``needed``: the smallest width that all hold in whole blocks."""
+
+    tp: int
+    slices: list[SliceRecord]
+    width: int
+    needed: int
+    bytes: int
+    command: str
+
+
 class AdviceRecord(Record):
     """What to do."""
 
@@ -174,6 +198,7 @@ def inspection_record(view: View) -> InspectionRecord:
         required=[RequiredRecord(target=row.label, fused=row.fused, passed=row.fused) for row in view.required],
         costs=_costs(found.costs) if found.costs else None,
         advice=AdviceRecord(sentences=found.advice.sentences, command=found.advice.command or None),
+        ranks=found.ranks and fill(RanksRecord, found.ranks, slices=[fill(SliceRecord, s) for s in found.ranks.slices]),
         offers=[fill(OfferRecord, offer, targets=[t.name for t in offer.targets]) for offer in found.offers.offers],
     )
 

@@ -132,7 +132,7 @@ class View:
         self.costs = cost_rows(found)
         self.cost_title, self.cost_note = _cost_words(found.costs) if found.costs else ("", "")
         self.advised_cost = advised_cost(found)
-        self.offers = list(found.offers.lines(size))
+        self.offers = [*(found.ranks.lines(size) if found.ranks else ()), *found.offers.lines(size)]
 
     def _numbered(self, row: Row) -> Row:
         return replace(row, numbers=", ".join(str(self.reasons.index(r) + 1) for r in row.reasons))

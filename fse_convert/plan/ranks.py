@@ -1,0 +1,72 @@
+"""Whether a checkpoint loads at a tensor-parallel size, server by server, and the width at which it would."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fse_convert.errors import InvalidCheckpoint, NotConvertible
+from fse_convert.plan.costs import padding
+from fse_convert.plan.widths import stored_widths
+from fse_convert.servers.sharding import ENGINES, Load, Slices, slices, smallest_width
+from fse_convert.servers.subject import Subject
+
+SAID = {
+    Load.WHOLE: "loads",
+    Load.REFINED: "makes scale blocks finer while loading, which only some of its kernels take, for",
+    Load.PADDED: "pads by itself",
+    Load.REFUSED: "refuses",
+    Load.WRONG: "loads with the scales of other columns, so with wrong numbers,",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What servers make of a checkpoint's experts on ``tp`` ranks.
+
+    ``width`` and ``needed``: of one expert as it is, and the smallest at which every rank holds whole blocks. ``bytes``: by which
+    padding to it grows the checkpoint. ``command``: does that; empty where nothing need be done, or it cannot be.
+    """
+
+    tp: int
+    slices: tuple[Slices, ...]
+    width: int
+    needed: int
+    bytes: int
+    command: str
+
+    def lines(self, size: Callable[[float], str]) -> Iterator[tuple[str, str]]:
+        """Yield a sentence per server, and one about the width that all would take, with its command."""
+        for engine in ENGINES:
+            said = []
+            for s in (s for s in self.slices if s.engine == engine):
+                whose = "shared" if s.shared else "routed"
+                even = "" if s.rank * self.tp == s.width else " and a part"
+                why = f", a multiple of {s.multiple}" if s.load is Load.WHOLE else f", not whole blocks of {s.multiple}"
+                said.append(f"{SAID[s.load]} {whose} experts, {s.rank}{even} wide per rank{why if s.multiple > 1 else ''}")
+            if said:
+                yield f"TP {self.tp}: {engine} {'; '.join(said)}.", ""
+        if self.command:
+            work = f"{size(self.bytes)} more on disk, {100 * (self.needed / self.width - 1):.0f} % more expert arithmetic"
+            yield f"TP {self.tp}: {self.needed} is the smallest width that all ranks hold in whole blocks: {work}.", self.command
+
+
+def ranks(checkpoint: Subject, tp: int, place: str) -> Ranks | None:
+    """Work it out for ``tp`` ranks; None for one rank, and for experts without one width."""
+    description = checkpoint.description
+    if tp == 1 or description.problems:
+        return None
+    try:
+        width, n_shared = stored_widths(description)
+    except (InvalidCheckpoint, NotConvertible):
+        return None
+    needed = smallest_width(checkpoint, width, n_shared, tp)
+    return Ranks(
+        tp=tp,
+        slices=tuple(s for engine in ENGINES for s in slices(checkpoint, engine, tp)),
+        width=width,
+        needed=needed,
+        bytes=padding(description, needed).disk,
+        command=f"fse-convert {shlex.quote(place)} OUT --tp {tp}" if needed != width else "",
+    )
