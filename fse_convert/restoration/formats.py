@@ -94,7 +94,7 @@ class _Stored:
             return None
         n, k = out.shape if len(out.shape) == 2 else (0, 0)
         packed = k % GROUP == 0 and 2 * t.nbytes == out.nbytes and (t.shape, groups.shape) == ((n, k // 2), (n, k // GROUP))
-        if not packed or len(scale.shape) != 2 or 0 in (n, k, *scale.shape):
+        if not packed or len(scale.shape) != 2 or not all(map(_block, out.shape, scale.shape)):
             return None
         return Recipe(source=t, stored=out, scale=scale, groups=groups)
 
@@ -124,24 +124,28 @@ def _exponents(scale: TensorInfo, output: TensorFile) -> Tensor:
 
 
 def _codes(weight: TensorInfo, scale: Tensor, groups: memoryview, output: TensorFile) -> Iterator[Bytes]:
-    """Yield the MXFP4 codes of FP8 ``[n, k]``, in bands of whole blocks."""
+    """Yield the MXFP4 codes of FP8 ``[n, k]``, in bands of whole blocks; coded again they would give the same bytes."""
     import torch
 
     from fse_convert.layout.mxfp4 import Unencodable
-    from fse_convert.layout.mxfp4_to_fp8 import to_mxfp4
+    from fse_convert.layout.mxfp4_to_fp8 import block_scales, to_mxfp4
 
     n, k = weight.shape
-    rows, columns = (_block(*sizes) for sizes in zip(weight.shape, scale.shape, strict=True))
+    rows, columns = map(_block, weight.shape, scale.shape)
     sf_ng = torch.frombuffer(groups, dtype=torch.uint8).view(n, -1)
     step = max(1, CHUNK // (rows * k)) * rows
     bands = [(first, min(step, n - first)) for first in range(0, n, step)]
     for (first, count), piece in zip(bands, output.read(weight, (count * k for _, count in bands)), strict=True):
         codes_nk = torch.frombuffer(piece, dtype=torch.uint8).view(count, k)
-        tiles = scale[first // rows : ceil_div(first + count, rows)]
+        tiles, groups_ng = scale[first // rows : ceil_div(first + count, rows)], sf_ng[first : first + count]
         try:
-            yield _bytes(to_mxfp4(codes_nk, tiles, sf_ng[first : first + count], (rows, columns)))
+            w_np = to_mxfp4(codes_nk, tiles, groups_ng, (rows, columns))
+            exact = block_scales(w_np, groups_ng, (rows, columns)).equal(tiles)
         except ValueError as e:
             raise _damaged(weight, output, e.sentence(first) if isinstance(e, Unencodable) else str(e)) from e
+        if not exact:
+            raise _damaged(weight, output, f"blocks of rows {first} to {first + count - 1} would have other scales")
+        yield _bytes(w_np)
 
 
 def _bytes(x: Tensor) -> bytearray:
@@ -154,8 +158,8 @@ def _bytes(x: Tensor) -> bytearray:
 
 
 def _block(size: int, tiles: int) -> int:
-    """Return the power of two that cuts a size into so many tiles; where one tile has all, any that is no smaller."""
-    return next(b for b in (1 << i for i in range(size.bit_length() + 1)) if ceil_div(size, b) <= tiles)
+    """Return the power of two that cuts a size into so many tiles, the least where one tile has all; 0 where none does."""
+    return next((b for b in (1 << i for i in range(size.bit_length() + 1)) if ceil_div(size, b) == tiles), 0)
 
 
 def _damaged(t: TensorInfo, output: TensorFile, message: str) -> Exception:
