@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fse_convert.checkpoint.encoding import encode_header, header_entries
@@ -156,6 +156,7 @@ def outcomes(header: Header, out: Shard, kept: Shard, folder: Path, renamed: dic
     return seen
 
 
+@settings(deadline=None)
 @given(shards(), st.booleans(), st.sampled_from([bytes(4), b"\0\0\x80\x3f", b"\1\x7f\xff\0"]))
 def test_whatever_the_headers_say_a_tensor_comes_back_whole_or_is_refused(
     of: tuple[list[Entry], list[Entry], list[Entry], dict[str, str]], dropped: bool, word: bytes
