@@ -83,6 +83,20 @@ def test_the_last_call_writes_what_no_part_did(made: Callable[..., Path], run: R
     assert digest(out) == digest(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("change", [("--routed", "fp8"), ("--shared", "mxfp4", "--lossy")])
+def test_a_change_of_format_gives_the_same_bytes_whatever_the_workers_and_parts(
+    change: tuple[str, ...], made: Callable[..., Path], run: Run, digest: Digest, tmp_path: Path
+) -> None:
+    source, how = made("v4-flash", hidden=320, width=160, **KNOBS), (*change, "--verify", "storage")
+    for workers in ("1", "3"):
+        assert run(source, tmp_path / workers, *how, "--workers", workers)[0] == 0
+    for part in (2, 1, 3):
+        assert run(source, tmp_path / "parts", *how, "--part", f"{part}/3")[0] == 0
+    assert run(source, tmp_path / "parts", *how)[0] == 0
+    assert digest(tmp_path / "1") == digest(tmp_path / "3") == digest(tmp_path / "parts")
+    assert len(list((tmp_path / "parts" / "fse").glob("original-*"))) > 3
+
+
 def test_parts_at_once_in_processes_of_their_own(made: Callable[..., Path], run: Run, digest: Digest, tmp_path: Path) -> None:
     source, out = made(**KNOBS), tmp_path / "out"
     assert run(source, tmp_path / "whole")[0] == 0

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.errors import FseConvertError
-from fse_convert.sidecar.manifest import DIGEST, Manifest, own_digest, read_manifest, sealed
+from fse_convert.sidecar.manifest import DIGEST, ChangeRecord, Manifest, own_digest, read_manifest, sealed
 
 Value = dict[str, Any]
 
@@ -125,3 +126,49 @@ def test_a_newer_format_and_no_output_at_all(out: Path) -> None:
     assert refusal(out)[0] == "format-newer"
     (out / "fse/manifest.json").unlink()
     assert refusal(out)[0] == "not-an-output"
+
+
+def changed(value: Value) -> None:
+    """Make of a manifest one of version 2, as a conversion without a kernel layout writes it."""
+    value.update(format_version=2, contract=None, layout=None)
+    value["arguments"].update(target="", routed_fp8=True)
+    keys = {"changes": [{"name": "routed-fp8", "lossless": True}], "renamed": {"new": "old"}}
+    following = {key: value.pop(key) for key in list(value)[list(value).index("layers") :]}
+    value.update({**keys, **following})
+
+
+def test_what_changed_is_read_and_written_to_the_same_bytes(out: Path) -> None:
+    rewrite(out, changed)
+    manifest = read(out)
+    assert sealed(manifest) == (out / "fse/manifest.json").read_bytes()
+    assert manifest.changes == [ChangeRecord(name="routed-fp8", lossless=True)]
+    assert manifest.renamed == {"new": "old"}
+    assert (manifest.arguments.routed_fp8, manifest.arguments.lossy) == (True, UNSET)
+    assert (manifest.contract_name, manifest.kernel_prefixes) == ("", []), "fused by a server of another kind"
+
+
+def test_version_1_has_no_key_of_version_2(converted: Path) -> None:
+    value = json.loads((converted / "fse/manifest.json").read_text())
+    assert value["format_version"] == 1
+    assert not {"changes", "renamed"} & value.keys()
+    assert list(value["arguments"]) == ["target", "experts", "tp", "allow_unfused"]
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        pytest.param(lambda m: m["changes"][0].pop("lossless"), "$.changes[0]", id="half a change"),
+        pytest.param(lambda m: m["changes"][0].update(lossless=1), "$.changes[0].lossless", id="1 for true"),
+        pytest.param(lambda m: m.update(changes=None), "$.changes", id="changes null"),
+        pytest.param(lambda m: m.update(renamed={"new": None}), "$.renamed[...]", id="a name that is null"),
+        pytest.param(lambda m: m["arguments"].update(lossy="yes"), "$.arguments.lossy", id="a text for true"),
+        pytest.param(lambda m: m.update(contract={}), "$.contract", id="half a contract"),
+        pytest.param(lambda m: m.pop("layout"), "`layout`", id="a layout that is neither there nor null"),
+    ],
+)
+def test_other_types_of_version_2_are_told_with_their_place(out: Path, change: Callable[[Value], object], path: str) -> None:
+    rewrite(out, changed)
+    rewrite(out, change)
+    code, message = refusal(out)
+    assert code == "manifest-damaged"
+    assert path in message
