@@ -38,10 +38,9 @@ def request(
     target: str = "megamoe-512",
     overwrite: bool = False,
 ) -> Request:
-    """A conversion on one thread."""
-    found = find_target(target)
-    assert found
-    return Request(source=source, out=out, options=Options(found), verify=level, link=link, workers=1, overwrite=overwrite)
+    """A conversion on one thread; without a target to FP8 experts."""
+    options = Options(find_target(target), routed_fp8=not target)
+    return Request(source=source, out=out, options=options, verify=level, link=link, workers=1, overwrite=overwrite)
 
 
 def remove(path: Path) -> None:
@@ -108,9 +107,12 @@ SCENARIOS = [
     Scenario("carry, copies, none", Level.NONE, Link.COPY, "megamoe-128"),
     Scenario("overwrite", Level.STORAGE, overwrite=True),
     Scenario("overwrite, hard links, none", Level.NONE, Link.HARD, overwrite=True),
+    Scenario("convert to FP8", target=""),
     Scenario("restore", restores=True),
     Scenario("restore, no digests", Level.NONE, restores=True),
     Scenario("restore, hard links", link=Link.HARD, restores=True),
+    Scenario("restore from FP8", target="", restores=True),
+    Scenario("restore from FP8, no digests", Level.NONE, target="", restores=True),
 ]
 
 
@@ -125,7 +127,7 @@ class Ground:
         (self.pristine / "home").mkdir(parents=True)
         self.made = self.pristine / "input"
         if scenario.restores:
-            Conversion(request(tiny, self.made, scenario.level)).run(ignore)
+            Conversion(request(tiny, self.made, scenario.level, target=scenario.target)).run(ignore)
         else:
             shutil.copytree(tiny, self.made)
         if scenario.overwrite:

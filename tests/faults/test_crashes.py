@@ -104,6 +104,24 @@ def test_killed_at_every_operation_with_hard_links(
     print(f"hard links: {len(trace) + 3 - links[0]} points, {len(links)} of them links")
 
 
+def test_a_change_of_format_killed_at_every_operation(tiny: Path, server: Any, digest: Digest, tmp_path: Path) -> None:
+    """Originals are files like any other."""
+    change = ("--routed", "fp8")
+    count = server.run(tmp_path, tiny, tmp_path / "golden", *FAST, *change)["count"]
+    want = digest(tmp_path / "golden")
+    assert any(name.startswith("fse/original-") for name in want)
+    for at in range(1, count + 1):
+        folder = tmp_path / f"{at}"
+        folder.mkdir()
+        assert server.run(folder, tiny, folder / "out", *FAST, *change, at=at, action="torn")["code"] == 137
+        check_between(folder, folder / "out", want, digest)
+        finish(server, folder, tiny, folder / "out", want, digest, *change)
+        shutil.rmtree(folder)
+    print(f"change of format: {count} points")
+    assert server.run(tmp_path, "restore", tmp_path / "golden", tmp_path / "back")["code"] == 0
+    assert digest(tmp_path / "back") == digest(tiny)
+
+
 def test_a_part_killed_at_every_operation(
     tiny: Path, server: Any, golden: tuple[dict[str, str], int], digest: Digest, tmp_path: Path
 ) -> None:
