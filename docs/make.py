@@ -78,6 +78,7 @@ def screen(checkpoint: Path) -> str:
     console.print(Text(f"$ fse-convert inspect {checkpoint.name}"))
     console.print(Text.from_ansi(shown))
     svg = console.export_svg(title="fse-convert inspect", unique_id="inspect")
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="what fse-convert inspect {checkpoint.name} prints" ', 1)
     return re.sub(r"\s*@font-face \{.*?\n    \}", "", svg, flags=re.DOTALL)  # a picture fetches nothing
 
 

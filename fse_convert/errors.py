@@ -196,6 +196,15 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(listed[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def size(n: float) -> str:
+    """Return bytes in words, in powers of 1024."""
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
+        if abs(round(n, digits)) < 1024:
+            return f"{n:.{digits}f} {unit}"
+        n /= 1024
+    return f"{n:,.2f} TiB"
+
+
 def printable(value: object) -> str:
     """Return a name, path or text with half characters, which file names and JSON can hold and no terminal can print, escaped."""
     return str(value).encode("utf-8", "backslashreplace").decode("utf-8")

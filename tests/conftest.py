@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -32,7 +33,8 @@ ELSEWHERE = {
 
 
 def pytest_configure() -> None:
-    """Note every code that the package makes."""
+    """Note every code that the package makes; have reports as wide as off any terminal, which workers of pytest narrow."""
+    os.environ.pop("COLUMNS", None)
 
     def noting(make: Callable[..., None]) -> Callable[..., None]:
         def noted(self: Problem | Mismatch, *args: Any, **kwargs: Any) -> None:

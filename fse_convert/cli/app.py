@@ -9,6 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import fse_convert
+from fse_convert.cli.command import Command, shown
 
 EXIT_CODES = """
 \b
@@ -25,17 +26,34 @@ Exit codes:
 """
 
 
+EXAMPLES = (
+    "fse-convert inspect DeepSeek-V4.1-Flash",
+    "fse-convert DeepSeek-V4.1-Flash out --target vllm-0.30",
+    "fse-convert verify out --source DeepSeek-V4.1-Flash",
+)
+SYNONYMS = {"version": "--version", "-V": "--version", "help": "--help"}
+
+
 class DefaultGroup(click.Group):
     """A group whose command ``convert`` may be left out: ``fse-convert CHECKPOINT OUT``."""
 
     default = "convert"
+    command_class = Command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert the default command unless one is named; a mistyped command is not taken for a path."""
-        if args and args[0] not in {*self.commands, "--help", "-h", "--version"}:
-            close = [] if args[0].startswith("-") else difflib.get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
+        """Insert the default command unless one is named; a mistyped command or option is not taken for a path or for its."""
+        while args[:1] and args[0].partition("=")[0] == "--color":  # before a command as behind it
+            n = 1 if "=" in args[0] else 2
+            args = [*args[n:], *args[:n]]
+        if args and args[0] in SYNONYMS and not os.path.lexists(args[0]):
+            args = [*args[1:2], SYNONYMS[args[0]]]
+        own = [o for p in self.get_params(ctx) for o in p.opts if o != "-v"]  # which says nothing without --version
+        if args and args[0] not in {*self.commands, *own}:
+            its = [o for p in self.commands[self.default].params for o in (*p.opts, *p.secondary_opts)]
+            known = [] if args[0].partition("=")[0] in its else own if args[0].startswith("--") else [*self.commands]
+            close = difflib.get_close_matches(args[0], known, n=1, cutoff=0.75)
             if close and not os.path.lexists(args[0]):
-                raise click.UsageError(f"no command and no folder {args[0]!r}. Did you mean {close[0]!r}?", ctx)
+                raise click.UsageError(f"no command, option or folder {args[0]!r}. Did you mean {close[0]!r}?", ctx)
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
@@ -49,7 +67,10 @@ class DefaultGroup(click.Group):
 
 
 @click.group(
-    cls=DefaultGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES
+    cls=DefaultGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"{shown(EXAMPLES)}\n{EXIT_CODES}",
 )
 @click.option("--version", is_flag=True, help="Show the version; with -v also those of Python, torch, servers and the rest.")
 @click.option("-v", "verbose", is_flag=True, hidden=True)

@@ -10,7 +10,13 @@ from fse_convert.cli.app import cli
 from fse_convert.cli.options import FOLDER, hub_name
 
 
-@cli.command()
+@cli.command(
+    examples=(
+        "fse-convert card out > section.md",
+        "fse-convert card out --repo me/DeepSeek-V4.1-Flash-2560",
+        "fse-convert card out --base deepseek-ai/DeepSeek-V4.1-Flash@main",
+    )
+)
 @click.argument("out", type=FOLDER)
 @click.option("--repo", callback=hub_name, metavar="ORG/NAME", help="Where OUT is published, for the commands in the section.")
 @click.option("--base", callback=hub_name, metavar="ORG/NAME[@REVISION]", help="The model on the Hub that OUT was made from.")

@@ -7,16 +7,16 @@ import click
 from fse_convert.cli.app import cli
 
 
-@cli.command()
+@cli.command(
+    examples=(
+        "fse-convert completion bash > ~/.local/share/bash-completion/completions/fse-convert",
+        'fse-convert completion zsh > "${fpath[1]}/_fse-convert"',
+        "fse-convert completion fish > ~/.config/fish/completions/fse-convert.fish",
+    )
+)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print a shell completion script.
-
-    \b
-    bash:  fse-convert completion bash > ~/.local/share/bash-completion/completions/fse-convert
-    zsh:   fse-convert completion zsh > "${fpath[1]}/_fse-convert"
-    fish:  fse-convert completion fish > ~/.config/fish/completions/fse-convert.fish
-    """  # noqa: D301 - click wants the character, not a backslash and a b
+    """Print a shell completion script."""
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)

@@ -14,14 +14,16 @@ from fse_convert.cli.options import (
     FOLDER,
     complete_target,
     family_option,
+    interruptible,
     json_option,
     link_option,
     local,
     log_options,
     part_option,
 )
-from fse_convert.errors import ExitCode, Problem, UsageError
+from fse_convert.errors import ExitCode, Problem, UsageError, size
 from fse_convert.output.copying import Link
+from fse_convert.output.staging import Staging
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.report.log import Log
 from fse_convert.verification.findings import Level
@@ -30,7 +32,13 @@ if TYPE_CHECKING:
     from fse_convert.output.jobs import Part
 
 
-@cli.command()
+@cli.command(
+    examples=(
+        "fse-convert DeepSeek-V4.1-Flash out --target vllm-0.30",
+        "fse-convert DeepSeek-V4.1-Flash out --target vllm-0.30 --dry-run",
+        "fse-convert DeepSeek-V4.1-Flash out --target sglang-0.5.21 --workers 8",
+    )
+)
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.argument("out", type=FOLDER)
 @click.option(
@@ -111,17 +119,12 @@ def convert(
     from fse_convert.conversion.run import Conversion, Request
     from fse_convert.plan.notes import notes
     from fse_convert.report import conversion
-    from fse_convert.report.console import size
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import conversion_record, dump, plan_record
     from fse_convert.servers.judge import find_any
 
-    if ray == "":
-        raise UsageError(Problem("ray-address", "no address", "--ray", "auto, or HOST:PORT"))
-    if part and (ray is not None or restart):
-        other, hint = ("--ray", "leave one of them out") if ray is not None else ("--restart", "start anew without --part")
-        raise UsageError(Problem("parts-alone", f"--part and {other} exclude each other", "--part", hint))
+    _check_parts(part, ray, restart=restart)
     named = ctx.get_parameter_source("target") is not click.core.ParameterSource.DEFAULT
     options = Options(
         target=find_any(target) if named or not (routed or shared or tp > 1) else None,
@@ -157,8 +160,12 @@ def convert(
         else:
             conversion.print_plan(job.plan, title="plan")
             conversion.print_estimate(estimate)
+        log.done()
         return ExitCode.OK if estimate.fits else ExitCode.ENVIRONMENT
-    with progress(*job.workload(), log) as observe:
+    found = "" if restart else job.kept()
+    if found:
+        log.note(Problem("resuming", f"{found} are there from an earlier run; their content is checked", str(Staging(out).root)))
+    with interruptible(out, job.kept), progress(job.workload(), log) as observe:
         result = job.run(observe)
     if as_json:
         click.echo(dump(conversion_record(result)))
@@ -169,4 +176,13 @@ def convert(
         conversion.print_written(result, out)
         if result.proof:
             print_proof(result.proof, written=True)
+    log.done(*([] if part else conversion.next_steps(result.plan, out)))
     return ExitCode.OK
+
+
+def _check_parts(part: Part | None, ray: str | None, *, restart: bool) -> None:
+    if ray == "":
+        raise UsageError(Problem("ray-address", "no address", "--ray", "auto, or HOST:PORT"))
+    if part and (ray is not None or restart):
+        other, hint = ("--ray", "leave one of them out") if ray is not None else ("--restart", "start anew without --part")
+        raise UsageError(Problem("parts-alone", f"--part and {other} exclude each other", "--part", hint))

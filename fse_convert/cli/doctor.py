@@ -8,9 +8,10 @@ import click
 
 from fse_convert.cli.app import cli
 from fse_convert.cli.options import FOLDER, json_option
+from fse_convert.errors import size
 
 
-@cli.command()
+@cli.command(examples=("fse-convert doctor", "fse-convert doctor /data/models", "fse-convert doctor --json"))
 @click.argument("path", type=FOLDER, default=Path())
 @json_option
 def doctor(path: Path, *, as_json: bool) -> None:
@@ -20,7 +21,6 @@ def doctor(path: Path, *, as_json: bool) -> None:
     reflinks in PATH, where an output would lie (by default the current folder). No server is imported.
     """
     from fse_convert.doctor import examine
-    from fse_convert.report.console import size
     from fse_convert.report.doctor import DoctorRecord, print_findings
     from fse_convert.report.records import dump
 

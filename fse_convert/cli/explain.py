@@ -15,7 +15,13 @@ def complete_code(_ctx: click.Context, _param: click.Parameter, incomplete: str)
     return [name for name in all_codes() if name.startswith(incomplete)]
 
 
-@cli.command()
+@cli.command(
+    examples=(
+        "fse-convert explain",
+        "fse-convert explain width-ratio",
+        "fse-convert explain scale-block shared-format --json",
+    )
+)
 @click.argument("code", nargs=-1, shell_complete=complete_code)
 @json_option
 def explain(code: tuple[str, ...], *, as_json: bool) -> None:

@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import CHECKPOINT, FORMS, complete_target, family_option, json_option
+from fse_convert.cli.options import CHECKPOINT, FORMS, complete_target, family_option, json_option, log_options
 from fse_convert.errors import ExitCode, environment
+from fse_convert.report.log import Log
 
 if TYPE_CHECKING:
     from fse_convert.report.inspection.view import View
 
 
-@cli.command()
+@cli.command(
+    examples=(
+        "fse-convert inspect DeepSeek-V4.1-Flash",
+        "fse-convert inspect hf://deepseek-ai/DeepSeek-V4.1-Flash --html report.html",
+        "fse-convert inspect DeepSeek-V4.1-Flash --require vllm-0.33 --format github",
+    )
+)
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--target", multiple=True, metavar="NAME", shell_complete=complete_target, help="Judge this target only; repeatable.")
 @click.option(
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     help="github: annotations for GitHub Actions, then Markdown. junit: a test case for each required target.",
 )  # fmt: skip
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report as one HTML file.")
+@log_options
 @json_option
 def inspect(
     checkpoint: str,
@@ -41,6 +49,7 @@ def inspect(
     format_name: str,
     html: Path | None,
     *,
+    log: Log,
     as_json: bool,
 ) -> ExitCode:
     """Show which servers fuse CHECKPOINT, and why.
@@ -51,12 +60,13 @@ def inspect(
     """
     from fse_convert import inspection
     from fse_convert.plan.costs import Serving
-    from fse_convert.report.console import problem_lines
     from fse_convert.report.inspection.pages import check_page, write_page
     from fse_convert.report.inspection.view import View
     from fse_convert.servers.judge import ALL_TARGETS
     from fse_convert.servers.naming import find_named
 
+    if as_json and format_name in ("markdown", "github"):
+        raise click.UsageError(f"--json and --format {format_name} exclude each other")
     target = tuple(find_named(name, ALL_TARGETS).name for name in target)
     require = tuple(find_named(name, ALL_TARGETS, "--require").name for name in require)
     if html:
@@ -71,8 +81,10 @@ def inspect(
     if html:
         with environment(html):
             write_page(html, view)
+        log.line("report", f"report written to {html}", path=str(html))
     for problem in view.errors:
-        click.echo("\n".join(problem_lines(problem)), err=True)
+        log.error(problem)
+    log.done(*view.next_steps)
     return view.exit_code
 
 

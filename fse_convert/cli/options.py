@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from fse_convert.errors import Problem
 from fse_convert.output.copying import Link
+from fse_convert.output.staging import Staging
 from fse_convert.plan.source import FAMILY_NAMES
 from fse_convert.report.log import Log, listening
 
@@ -120,3 +124,24 @@ def complete_target(ctx: click.Context, _param: click.Parameter, incomplete: str
 
     rows = ALL_TARGETS if ctx.info_name == "inspect" else TARGETS
     return [t.name for t in rows if t.name.startswith(incomplete)]
+
+
+@contextmanager
+def interruptible(out: Path, finished: Callable[[], str]) -> Iterator[None]:
+    """Tell whoever stops a run what is left beside ``out``, and how to go on from there or discard it.
+
+    ``finished``: says what of it another run need not do again.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as stopped:
+        root = Staging(out).root
+        done = finished()
+        resume = "the same command resumes from there" if done else "the same command begins again"
+        if root.exists():
+            message = f"stopped by a signal: {f'{done} are kept' if done else 'nothing is finished yet'}"
+            left = Problem("interrupted", message, str(root), f"{resume}; to discard it: rm -r {shlex.quote(str(root))}")
+            stopped.left = left  # type: ignore[attr-defined]
+        raise

@@ -17,6 +17,7 @@ from typing import TextIO
 import click
 
 from fse_convert.cli.app import cli
+from fse_convert.cli.command import is_given
 from fse_convert.cli.options import FORMS
 from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError, limits
 from fse_convert.report.log import Log
@@ -24,6 +25,7 @@ from fse_convert.report.log import Log
 DEBUG = "FSE_CONVERT_DEBUG"
 CLOSED_PIPE = 141
 """Exit code of a program that SIGPIPE ended."""
+STOPPED = Problem("interrupted", "stopped by a signal", hint="the same command begins again; nothing was written")
 STOP_WITHIN = 0.7
 """Seconds that a stopped run has to end by itself."""
 
@@ -75,7 +77,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 def _run(args: list[str]) -> int:
     form = _form(args)
-    log = Log(as_json="--log-json" in args)
+    log = Log(as_json=is_given("--log-json", args))
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and this tool needs no numpy
     try:
         _check_working_folder()
@@ -86,8 +88,8 @@ def _run(args: list[str]) -> int:
         return _fail(e, log, form=form)
     except (Stopped, click.exceptions.Abort, KeyboardInterrupt) as e:
         code = e.code if isinstance(e, Stopped) else 130
-        stopped = Problem("interrupted", "stopped by a signal", hint="the same command resumes from what is finished")
-        return _fail(Interrupted(stopped), log, form=form, code=code)
+        left = getattr(e, "left", getattr(e.__cause__, "left", STOPPED))  # click makes an Abort of what it knows
+        return _fail(Interrupted(left), log, form=form, code=code)
     except click.ClickException as e:
         context = getattr(e, "ctx", None)
         hint = f"see: {context.command_path if context else 'fse-convert'} --help"
@@ -113,7 +115,7 @@ def _form(args: list[str]) -> str:
     """Return the form for programs that was asked for by ``--json`` or ``--format``, empty for none."""
     line = " ".join(args)
     asked = (form for form in FORMS if f"--format={form}" in args or f"--format {form}" in line)
-    return "json" if "--json" in args else next(asked, "")
+    return "json" if is_given("--json", args) else next(asked, "")
 
 
 def _check_working_folder() -> None:
@@ -133,8 +135,6 @@ def _silence(stream: TextIO) -> None:
 
 
 def _fail(error: FseConvertError, log: Log, *, form: str, code: int | None = None) -> int:
-    from fse_convert.report.console import problem_lines
-
     code = int(error.exit_code) if code is None else code
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
@@ -143,8 +143,7 @@ def _fail(error: FseConvertError, log: Log, *, form: str, code: int | None = Non
 
         click.echo(failure(form, error.problems, code))
     for problem in error.problems:
-        text = "\n".join(problem_lines(problem))
-        log.line("error", text, code=problem.code, message=problem.message, where=problem.where, hint=problem.hint)
+        log.error(problem)
     if code == ExitCode.INVALID and sys.stderr.isatty() and not log.as_json:
         codes = " ".join(dict.fromkeys(p.code for p in error.problems))
         click.secho(f"more: fse-convert explain {codes}", dim=True, err=True)

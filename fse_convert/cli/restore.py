@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import FOLDER, json_option, link_option, log_options
+from fse_convert.cli.options import FOLDER, interruptible, json_option, link_option, log_options
 from fse_convert.output.copying import Link
 from fse_convert.report.log import Log
 
 
-@cli.command()
+@cli.command(
+    examples=(
+        "fse-convert restore out original",
+        "fse-convert restore out original --link hard",
+        "fse-convert restore out original --strict --json",
+    )
+)
 @click.argument("out", type=FOLDER)
 @click.argument("original", type=FOLDER)
 @link_option("ORIGINAL")
@@ -32,9 +39,10 @@ def restore(out: Path, original: Path, link: Link, *, strict: bool, log: Log, as
     from fse_convert.restoration.run import Restoration
 
     job = Restoration(out, original, link, strict=strict)
-    with progress(*job.workload(), log) as observe:
+    with interruptible(original, lambda: ""), progress(job.workload(), log) as observe:
         result = job.run(observe)
     if as_json:
         click.echo(dump(restoration_record(result)))
     else:
         print_restored(result, original)
+    log.done(shlex.join(["fse-convert", "inspect", str(original)]))

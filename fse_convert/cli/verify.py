@@ -13,7 +13,13 @@ from fse_convert.report.log import Log
 from fse_convert.verification.findings import Level, Sample
 
 
-@cli.command()
+@cli.command(
+    examples=(
+        "fse-convert verify out --source DeepSeek-V4.1-Flash",
+        "fse-convert verify out --source DeepSeek-V4.1-Flash --level kernel",
+        "fse-convert verify out --source DeepSeek-V4.1-Flash --sample 100 --seed 7",
+    )
+)
 @click.argument("out", type=FOLDER)
 @click.option(
     "--source", type=CHECKPOINT, metavar="CHECKPOINT", help="The checkpoint that OUT was made from: a folder or hf://org/name."
@@ -65,7 +71,7 @@ def verify(
     part = None if sample is None else Sample(sample) if seed is None else Sample(sample, seed)
     folder = local(source, log) if source else None
     check = Check(out=out, source=folder, level=Level(level) if level else None, sample=part, device=device, strict=strict)
-    with progress(*check.workload(), log) as observe:
+    with progress(check.workload(), log) as observe:
         proof = prove_again(check, observe)
     for left in left_behind(out):
         log.note(left)
@@ -73,4 +79,5 @@ def verify(
         click.echo(dump(verify_record(proof, folder)))
     else:
         print_proof(proof)
+    log.done()
     return proof.exit_code

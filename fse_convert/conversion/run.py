@@ -18,7 +18,7 @@ from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
-from fse_convert.errors import EnvironmentFailure, Problem, ServerRefuses, UsageError, environment
+from fse_convert.errors import EnvironmentFailure, Problem, ServerRefuses, UsageError, environment, size
 from fse_convert.output.copying import Link, carry, way
 from fse_convert.output.jobs import Job, Part, run_jobs
 from fse_convert.output.staging import (
@@ -29,6 +29,7 @@ from fse_convert.output.staging import (
     check_staged,
     existing_home,
     free_space,
+    kept,
     reading,
     stage,
 )
@@ -37,7 +38,7 @@ from fse_convert.plan.notes import refusal
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import open_source
-from fse_convert.progress import Event, Observer, ignore
+from fse_convert.progress import Event, Observer, Phase, Work, ignore
 from fse_convert.sidecar.manifest import Manifest, sealed
 from fse_convert.sidecar.tensors import LAYOUT, LAYOUT_VERSION
 from fse_convert.torch_threads import import_beside, need_torch
@@ -172,6 +173,13 @@ class Conversion:
         with environment(self.request.source):
             return fit_note(self.plan)
 
+    def kept(self) -> str:
+        """Say which of this run's shards are finished: ``6 of 13 shards (1.20 GiB)``; empty where none is."""
+        with environment(self.request.out):
+            done = kept(self.request.out, self.fingerprint)
+        mine = [done[job.name] for job in self.jobs if job.name in done]
+        return f"{len(mine)} of {len(self.jobs)} shards ({size(sum(mine))})" if mine else ""
+
     def estimate(self) -> Estimate:
         """Estimate what is left to do of this run. Raises EnvironmentFailure."""
         request = self.request
@@ -181,21 +189,24 @@ class Conversion:
             held = Staging(request.out).held([f.name for f in whole.files if f.written])
             return replace(whole, free=free_space(request.out) - MARGIN, disk=max(0, whole.disk - held))
 
-    def workload(self) -> tuple[int, int]:
-        """Return the bytes that `run` writes and reads back, and how often a file or a layer is finished: for progress."""
+    def workload(self) -> list[Work]:
+        """Return what `run` writes, reads back and computes, phase by phase: for progress."""
+        from fse_convert.verification.proof import computed_work
+
         with environment(self.request.out):
             jobs, level = self.jobs, self.request.verify
-            total = sum(job.size for job in jobs if not job.linked)
+            write = Work(Phase.WRITE, "shard", len(jobs), sum(job.size for job in jobs if not job.linked))
             if self.request.part or level is Level.NONE:
-                return total, len(jobs)
-            beside = [self.folder.files[name] for name in self.plan.source.checkpoint.others]
-            beside += [len(text) for text in self.texts.values()]
-        layers = self.plan.kernel_layers * max(0, level.rank - Level.STORAGE.rank)
+                return [write]
+            sizes = [job.size for job in jobs] + [self.folder.files[name] for name in self.plan.source.checkpoint.others]
+            sizes += [len(text) for text in self.texts.values()]
+        recoded = 0
         if self.plan.decision.changes and level.rank >= Level.NUMERICS.rank:
             from fse_convert.verification.expected import ExpectedOutput
 
-            layers += len(tuple(ExpectedOutput.of(self.plan).recoded))
-        return total + sum(job.size for job in jobs) + sum(beside), 2 * len(jobs) + len(beside) + layers
+            recoded = len(tuple(ExpectedOutput.of(self.plan).recoded))
+        read = Work(Phase.READ, "file", len(sizes), sum(sizes))
+        return [write, read, *computed_work(level, self.plan.kernel_layers, recoded)]
 
     def run(self, observe: Observer) -> ConversionResult:
         """Write, prove and publish: the output exists afterwards, complete and proved, or not at all; of a part, write its files.
@@ -216,8 +227,7 @@ class Conversion:
                     check_staged(staged, staged.files, self._sizes())
                     logger.info("%d files are staged", len(staged.files))  # from here on, none may change
                     result.proof = self._prove(draft, staged, observe)
-                    size = self._write_manifest(draft, result.proof, staging)
-                    result.add(MANIFEST, "written", size)
+                    result.add(MANIFEST, "written", self._write_manifest(draft, result.proof, staging))
                     stamps = {**staged.stamps, MANIFEST: staging.stamp(MANIFEST)}
                     staging.publish(lambda: self._check_undisturbed(staging, stamps))
         return result

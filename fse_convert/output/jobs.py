@@ -122,7 +122,7 @@ class _Run:
         if how is None:
             how = self._write(job)
         else:
-            self._report(Event(job.name, job.size))
+            self._report(Event(job.name, 0 if job.linked else job.size, kept=True))
         self._report(Event(job.name, done=True, how=how))
         return job.name, how
 

@@ -82,12 +82,13 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the names of the fields in which two fingerprints differ, dotted for nested ones."""
+    """Say in which fields two fingerprints differ, dotted for nested ones; of words and numbers also what they were and are."""
     found: list[str] = []
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             found += differences(a, b, f"{prefix}{key}.")
         elif a != b:
-            found.append(f"{prefix}{key}")
+            told = f" was {a}, is {b}" if isinstance(a, str | int) and isinstance(b, str | int) else ""
+            found.append(f"{prefix}{key}{told}")
     return found

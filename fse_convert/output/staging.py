@@ -22,7 +22,7 @@ from typing import Any
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import MANIFEST
-from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, some
+from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, size, some
 from fse_convert.output.copying import exchange, new_file, write_all
 from fse_convert.output.journal import JOURNAL, Journal, differences, read_journal
 from fse_convert.output.lock import LOCK, OUTPUT, Hold, is_held, locked, staging_lost, sync_folder
@@ -232,6 +232,15 @@ def _journals(root: Path) -> dict[str, tuple[dict[str, Any], dict[str, dict[str,
     return {name: journal for name, journal in read.items() if journal is not None}
 
 
+def kept(out: Path, fingerprint: Mapping[str, Any]) -> dict[str, int]:
+    """Return the files of an output that runs of the same ``fingerprint`` finished, with their bytes."""
+    found: dict[str, int] = {}
+    for old, files in _journals(Staging(out).root).values():
+        if not differences(old, fingerprint):
+            found |= {name: int(record.get("size", 0)) for name, record in files.items()}
+    return found
+
+
 def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool = True) -> None:
     """Refuse an output that is, holds or lies in the source, and one that exists unless it may be overwritten.
 
@@ -297,7 +306,7 @@ def check_space(out: Path, needed: int) -> None:
     """Refuse to go on when the file system of ``out`` has less room than is still needed plus a margin (bytes)."""
     free = free_space(out)
     if free < needed + MARGIN:
-        message = f"needs {needed:,} bytes and a margin of {MARGIN:,}, {free:,} are free"
+        message = f"needs {size(needed)} and a margin of {size(MARGIN)}, {size(free)} are free"
         hint = "free some space, or write to another disk"
         raise EnvironmentFailure(Problem("no-space", message, str(existing_home(out)), hint))
 
@@ -319,7 +328,7 @@ def left_behind(out: Path) -> tuple[Problem, ...]:
         return ()
     sizes = [info.st_size for folder, _, names in os.walk(root) for n in names if (info := os.lstat(Path(folder, n))).st_nlink == 1]
     hint = "remove it, unless a conversion with --overwrite is to go on from there"
-    return (Problem("left-behind", f"a run that was cut off left {sum(sizes):,} bytes", str(root), hint),)
+    return (Problem("left-behind", f"a run that was cut off left {size(sum(sizes))}", str(root), hint),)
 
 
 def _remove(root: Path) -> None:

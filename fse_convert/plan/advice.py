@@ -85,8 +85,14 @@ def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int
 
 
 def _command(gain: Gain, tp: int, place: str) -> str:
-    options = [f"--tp {tp}"] * (tp > 1) + ["--allow-unfused"] * gain.unfused
-    return " ".join(["fse-convert", shlex.quote(place), "OUT --target", gain.target.name, *options])
+    return conversion_command(place, gain.target.name, *[f"--tp {tp}"] * (tp > 1), *["--allow-unfused"] * gain.unfused)
+
+
+def conversion_command(place: str, target: str, *options: str) -> str:
+    """Return the command that converts a checkpoint into a new folder of the working directory, named like both."""
+    name = place.rstrip("/").rpartition("/")[2].strip(".")
+    out = f"{name}-{target}" if name else target
+    return " ".join(["fse-convert", shlex.quote(place), shlex.quote(out), "--target", target, *options])
 
 
 def _answer(rows: Sequence[Answer], decoder: Sequence[int]) -> str:

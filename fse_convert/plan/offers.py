@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fse_convert.checkpoint.reader import Checkpoint
-from fse_convert.plan.advice import NO_PATH, Plans, releases, server_of
+from fse_convert.plan.advice import NO_PATH, Plans, conversion_command, releases, server_of
 from fse_convert.plan.changes.search import FITS, misfit
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.servers.aiter.question import AiterTarget
@@ -83,7 +82,7 @@ def make_offers(answers: Sequence[Answer], plans: Plans, source: Checkpoint, pla
     made = []
     for decision, targets, lossy in found.values():
         newest = [t for t in targets if server_of(t) == server_of(targets[0])][-1]
-        command = f"fse-convert {shlex.quote(place)} OUT --target {newest.name}{' --lossy' if lossy else ''}"
+        command = conversion_command(place, newest.name, *["--lossy"] * lossy)
         made.append(_offer(decision, tuple(targets), source, command))
     return Offers(tuple(sorted(made, key=lambda offer: not offer.lossless)), tuple(helpless))
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from fse_convert.codes import Code, Kind, all_codes
-from fse_convert.report.console import console, say
+from fse_convert.report.console import console, say, wrapped
 from fse_convert.report.records import Response
 
 
@@ -18,11 +17,9 @@ def print_codes(codes: Sequence[Code]) -> None:
 
 def print_names() -> None:
     """Print the names of all codes, by the kind in which they are most frequent."""
-    width = console().width
     for kind in Kind:
         names = [c.name for c in all_codes().values() if c.kinds[0] is kind]
-        listed = textwrap.fill(", ".join(names), width, break_on_hyphens=False, initial_indent="  ", subsequent_indent="  ")
-        say([f"{kind.heading} ({len(names)})", listed])
+        say([f"{kind.heading} ({len(names)})", wrapped(", ".join(names), console().width, indent=2)])
 
 
 class CodesRecord(Response, kw_only=True):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fse_convert.errors import printable
+from fse_convert.errors import printable, size
 from fse_convert.plan.plan import LayerVerdict, Plan
-from fse_convert.report.console import boxed, counted, runs, say, size
+from fse_convert.report.console import console, counted, duration, grid, runs, say
+from fse_convert.servers.commands import serve_command
 from fse_convert.servers.targets import Target
 from fse_convert.servers.verdict import Outcome
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from fse_convert.conversion.estimate import Estimate
     from fse_convert.conversion.run import ConversionResult
@@ -73,38 +75,44 @@ def _server(plan: Plan, target: Target) -> str:
     return f"{target.title} runs MegaMoE, with the shared expert beside it"
 
 
-def _layers(plan: Plan) -> Table:
+def _layers(plan: Plan) -> RenderableType:
     def alike(v: LayerVerdict) -> tuple[object, ...]:
         d = v.layer
         return (d.layer.kind, len(d.layer.routed), d.routed and d.routed.label, d.shared and d.shared.label, v.verdict)
 
-    table = boxed("layers", "routed experts", "shared expert", *([plan.options.goal] if plan.options.goal else []))
+    goal = [plan.options.goal] if plan.options.goal else []
     said = ("does not fit", "fits") if plan.options.contract else ("is not fused", "fused")
+    rows = []
     for names, judged in runs(plan.decision.verdicts, alike, lambda v: v.layer.layer.name):
         d, verdict = judged.layer, judged.verdict
         routed = f"{len(d.layer.routed)} x {d.routed.label}" if d.routed else "-"
         fit = [said[verdict.fused], *(f"{r.code}: {r.message}" for r in verdict.reasons)]
-        table.add_row(names, routed, d.shared.label if d.shared else "-", *(["\n".join(fit)] if plan.options.goal else []))
-    return table
+        rows.append((names, routed, d.shared.label if d.shared else "-", *(["\n".join(fit)] if goal else [])))
+    head = ("layers", "routed experts", "shared expert", *goal)
+    return grid(rows, console().width, flexible=(len(head) - 1,), head=head)
 
 
 def print_estimate(needs: Estimate) -> None:
     """Print what happens to every file, and what a conversion takes of the machine."""
-    table = boxed("file", "what", "in", "out", numbers=("in", "out"))
-    for row in needs.files:
-        sizes = (size(n) if n else "-" for n in (row.read, row.written))
-        table.add_row(printable(row.name), row.what, *sizes)
+    rows = [(printable(f.name), f.what, *(size(n) if n else "-" for n in (f.read, f.written))) for f in needs.files]
+    table = grid(rows, console().width, flexible=(), head=("file", "what", "in", "out"), numbers=(2, 3))
     moved = needs.read + needs.written
-    times = ", ".join(f"{_duration(moved / rate)} at {size(rate)}/s" for rate in RATES)
+    times = ", ".join(f"{duration(moved / rate)} at {size(rate)}/s" for rate in RATES)
     disk = f"disk: {size(needs.disk)} needed, {size(needs.free)} free{'' if needs.fits else ': NOT ENOUGH'}"
     memory = f"memory: at most {size(needs.memory)} on top of the interpreter and torch"
     say([table, disk, memory, f"time: reads {size(needs.read)} and writes {size(needs.written)}: about {times}"])
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s" if seconds >= 1 else "a second"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+def next_steps(plan: Plan, out: Path) -> list[str]:
+    """Return the commands to go on with: serve what was written, publish it, and prove it again where it has arrived."""
+    place = shlex.quote(str(out))
+    target, model_type = plan.options.target, plan.source.description.model_type
+    serve = serve_command(target, place, model_type, fse=bool(plan.sidecar)) if target else ""
+    return [
+        serve or f"fse-convert inspect {place}",
+        f"hf upload {shlex.quote(out.name)} {place}",
+        f"fse-convert verify {place} --source {shlex.quote(str(plan.source.checkpoint.folder.label))}",
+    ]
 
 
 def print_part(result: ConversionResult, out: Path, part: Part) -> None:
@@ -116,7 +124,8 @@ def print_part(result: ConversionResult, out: Path, part: Part) -> None:
 
 def print_written(result: ConversionResult, out: Path) -> None:
     """Print what was written."""
-    say([f"written to {printable(out)}: {_ways(result)}"])
+    unproved = ["NOT proved: --verify none was given"] if result.proof is None else []
+    say([f"written to {printable(out)}: {_ways(result)}", *unproved])
 
 
 def _ways(result: ConversionResult) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fse_convert.doctor import Finding
-from fse_convert.report.console import boxed, say
+from fse_convert.report.console import console, grid, say
 from fse_convert.report.records import Response
 
 
@@ -17,7 +17,5 @@ class DoctorRecord(Response, kw_only=True):
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print a row for each thing that was looked for."""
-    table = boxed("what", "here", "what that means")
-    for f in findings:
-        table.add_row(f.name, f.found or "no", f.meaning)
-    say([table])
+    rows = [(f.name, f.found or "no", f.meaning) for f in findings]
+    say([grid(rows, console().width, flexible=(1, 2), head=("what", "here", "what that means"))])

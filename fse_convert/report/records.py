@@ -16,10 +16,9 @@ from msgspec.structs import replace
 
 from fse_convert.checkpoint.hub import source_name
 from fse_convert.conversion.estimate import FileEstimate
-from fse_convert.errors import Problem
+from fse_convert.errors import Problem, size
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.plan import Experts
-from fse_convert.report.console import size
 from fse_convert.servers.verdict import Outcome
 from fse_convert.sidecar.manifest import ConfigEdit
 from fse_convert.verification.findings import SEED, TOKENS, Level

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, UnsetType, field
 
-from fse_convert.report.console import boxed, say
+from fse_convert.report.console import console, grid, say
 from fse_convert.report.records import Record, Response, fill
 from fse_convert.servers.aiter.question import AITER_TARGETS
 from fse_convert.servers.judge import Question
@@ -17,10 +17,11 @@ OTHERS = ((Question.AITER, AITER_TARGETS), (Question.SLOTS, SLOT_TARGETS))
 
 def print_targets() -> None:
     """Print the targets, those that convert takes first, and what each server must be started with."""
-    table = boxed("target", "kernel contract", "width", "fuses shared")
+    native = []
     for t in TARGETS:
         pads = f", pads routed to {t.routed_pad}" if t.routed_pad else ""
-        table.add_row(t.name, t.contract.name, f"multiple of {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no")
+        native.append((t.name, t.contract.name, f"multiple of {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no"))
+    table = grid(native, console().width, flexible=(2,), head=("target", "kernel contract", "width", "fuses shared"))
     say([Question.NATIVE.heading, table, *_needs({t.started_with: t.engine for t in TARGETS if not t.is_contract})])
     for question, rows in OTHERS:
         names = f"  {', '.join(t.name for t in rows)}"

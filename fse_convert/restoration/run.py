@@ -28,7 +28,7 @@ from fse_convert.output.copying import SHARED, Link, carry, new_file, way, write
 from fse_convert.output.digests import file_sha256, file_xxh3_128
 from fse_convert.output.lock import staging_lost
 from fse_convert.output.staging import Staging, check_output, check_space, check_staged, existing_home, reading, stage
-from fse_convert.progress import Event, Observer
+from fse_convert.progress import Event, Observer, Phase, Work
 from fse_convert.restoration.formats import Recipe, recipes, restored
 from fse_convert.restoration.tensors import Bytes, TensorFile, unlike, without_padding
 from fse_convert.sidecar.manifest import damaged_manifest, read_manifest
@@ -89,11 +89,11 @@ class Restoration:
         parts = {CONFIG, INDEX, *self.manifest.source.shards}
         self.others = sorted(n for n in beside - parts if not n.startswith(f"{SIDECAR}/"))
 
-    def workload(self) -> tuple[int, int]:
-        """Return the bytes of tensors that are read, and how often a file is finished: for progress."""
+    def workload(self) -> list[Work]:
+        """Return how many shards are written, and the bytes of tensors that are read for it: for progress."""
         as_stored = sum(shard.header.payload for shard in self.checkpoint.shards if shard.name not in self.recipes)
         changed = sum(recipe.reads for changed in self.recipes.values() for recipe in changed)
-        return as_stored + changed, len(self.checkpoint.shards)
+        return [Work(Phase.WRITE, "shard", len(self.checkpoint.shards), as_stored + changed)]
 
     def run(self, observe: Observer) -> Restored:
         """Take changes, padding and ``fse/`` out again: the original exists afterwards, complete and bit for bit, or not at all.
@@ -189,7 +189,7 @@ class Restoration:
         size = self.staged[shard.name].size
         if size != identity.size:
             raise unlike("shard-size", shard.name, f"the original has {identity.size} bytes, what was restored has {size}")
-        observe(Event(shard.name, done=True, how="read back"))
+        observe(Event(shard.name, done=True, how=how))
         return how
 
     def _write(self, name: str, header: bytes, chunks: Iterator[Bytes], staging: Staging) -> None:

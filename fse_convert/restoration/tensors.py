@@ -45,7 +45,7 @@ class TensorFile:
             read_into(self.descriptor, piece, at)
             at += size
             digest.update(piece)
-            self.observe(Event(self.shard.name, size, how="read back"))
+            self.observe(Event(self.shard.name, size))
             yield piece
         listed = self.digests.get(t.name) if self.digests is not None else digest.hexdigest()
         if listed != digest.hexdigest():

@@ -20,8 +20,6 @@ TOKENS = 16
 SEED = 0
 """Of the hidden states that levels 2 and 3 compute with."""
 BOUND = "bit-equal, and relative L2 <= hypot(2^-4, noise / norm) + 2^-9 against the exact expert"
-READ_BACK = "read back"
-"""How a file or layer came to be, in the events of a proof."""
 NO_LAYERS = "no layer has the kernel layout"
 NO_KERNEL = "needs SM100 and a DeepGEMM with fused shared experts"
 KERNEL_RAISED = "DeepGEMM raised an error"

@@ -18,7 +18,7 @@ import torch
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Shard
-from fse_convert.progress import Event, Observer, ignore
+from fse_convert.progress import Event, Observer, Phase, ignore
 from fse_convert.sidecar.reader import read_shards, shard_names
 from fse_convert.torch_threads import one_torch_thread
 from fse_convert.verification.addresses import KernelLayout, SourceLayout
@@ -28,7 +28,6 @@ from fse_convert.verification.findings import (
     KERNEL_RAISED,
     NO_KERNEL,
     NO_LAYERS,
-    READ_BACK,
     SEED,
     TOKENS,
     LayerCoverage,
@@ -145,7 +144,7 @@ def check_layers(
         with one_torch_thread(), ThreadPoolExecutor(workers) as pool:
             for answer in pool.map(check, experts):
                 found.append(answer)
-                observe(Event(f"numerics of {answer.name}", done=True, how=READ_BACK))
+                observe(Event(answer.name, done=True, phase=Phase.NUMERICS))
     layers = tuple(answer for answer in found if isinstance(answer, LayerNumerics))
     losses = tuple(answer for answer in found if isinstance(answer, ExpertLoss))
     coverage = replace(expected.coverage(sample), of_layers=expected.computed_layers)
@@ -170,7 +169,7 @@ def run_kernel(
                 except ValueError as e:
                     result = KernelResult("failed", str(e), {})
                 results.append((expert.prefix, result))
-                observe(Event(f"kernel of {expert.prefix}", done=True, how=READ_BACK))
+                observe(Event(expert.prefix, done=True, phase=Phase.KERNEL))
     status, reason, cause = _conclude(results, len(experts), found)
     return KernelSummary(status, reason, cause, tuple(results), expected.coverage(sample), found)
 

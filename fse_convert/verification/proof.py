@@ -11,7 +11,7 @@ from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import ExitCode, InvalidCheckpoint, Problem, VerificationFailure, environment
 from fse_convert.plan.plan import Plan
 from fse_convert.plan.source import Source, open_source
-from fse_convert.progress import Observer
+from fse_convert.progress import Observer, Phase, Work
 from fse_convert.sidecar.manifest import NOT_ASKED, Manifest, ProofRecord
 from fse_convert.verification.findings import NO_LAYERS, Level, Sample, StorageResult
 from fse_convert.verification.manifest import OutputManifest, figure_mismatches, loss_record, numerics_record, storage_record
@@ -137,33 +137,35 @@ class Check:
         """How far to go, at most."""
         return (self.level or Level.NUMERICS) if self.source else Level.STORAGE
 
-    def workload(self) -> tuple[int, int]:
-        """Return the bytes that are read (0: not known, of a sample), and how often a file or a layer is finished: for progress.
-
-        A layer counts for every level above storage that can run on this machine.
-        """
+    def workload(self) -> list[Work]:
+        """Return what is read and computed, phase by phase, for progress; of a sample only the phases are known."""
         out = LocalFolder(self.out)
-        if self.sample:
-            return 0, 0
         with environment(self.out):
-            sizes = [size for name, size in out.files.items() if name != MANIFEST]
-            return sum(sizes), len(sizes) + self._layers(out)
+            sizes = [] if self.sample else [size for name, size in out.files.items() if name != MANIFEST]
+            return [Work(Phase.READ, "file", len(sizes), sum(sizes)), *computed_work(self.wanted_level, *self._layers(out))]
 
-    def _layers(self, out: LocalFolder) -> int:
-        """Count what is computed, by the manifest; `verify` says what is wrong with it."""
-        levels = self.wanted_level.rank - Level.STORAGE.rank
-        if not levels:
-            return 0
+    def _layers(self, out: LocalFolder) -> tuple[int, int]:
+        """Count layers with the kernel layout, and recoded experts, by the manifest; `verify` says what is wrong with it."""
         try:
             manifest = OutputManifest.read(out)
         except (InvalidCheckpoint, VerificationFailure):
-            return 0
-        layers = len(manifest.content.kernel_prefixes)
-        if levels > 1 and layers:
-            from fse_convert.verification.kernel import probe
+            return 0, 0
+        return (0, 0) if self.sample else (len(manifest.content.kernel_prefixes), manifest.recoded)
 
-            levels -= probe().status == "unavailable"
-        return levels * layers + manifest.recoded
+
+def computed_work(level: Level, layers: int, recoded: int) -> list[Work]:
+    """Return the phases that compute, for progress: a level above storage each, where it can run on this machine.
+
+    ``layers``: those with the kernel layout; ``recoded``: how many more are computed with numerics because formats changed.
+    """
+    found = []
+    if level.rank >= Level.NUMERICS.rank:
+        found.append(Work(Phase.NUMERICS, "layer", layers + recoded))
+    if level is Level.KERNEL:
+        from fse_convert.verification.kernel import probe
+
+        found += [Work(Phase.KERNEL, "layer", layers)] if probe().status != "unavailable" else []
+    return found
 
 
 def verify(check: Check, observe: Observer) -> Proof:

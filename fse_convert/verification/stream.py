@@ -17,8 +17,8 @@ from threading import Lock, Thread
 import xxhash
 
 from fse_convert.output.copying import read_into
-from fse_convert.progress import Event, Observer
-from fse_convert.verification.findings import READ_BACK, Mismatch, hexadecimal
+from fse_convert.progress import Event, Observer, Phase
+from fse_convert.verification.findings import Mismatch, hexadecimal
 
 CHUNK = 2 << 20
 """Bytes that are read and compared at once."""
@@ -169,11 +169,11 @@ def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer)
             report.compared += size if piece.expect else 0
             report.size += size
             sha.give(buffer, size)
-            observe(Event(name, size, how=READ_BACK))
+            observe(Event(name, size, phase=Phase.READ))
     report.tensors.pop("", None)
     report.mismatches = list(mismatches.values())
     report.sha256 = sha.hash.hexdigest()
-    observe(Event(name, done=True, how=READ_BACK))
+    observe(Event(name, done=True, phase=Phase.READ))
     return report
 
 

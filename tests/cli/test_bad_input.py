@@ -255,7 +255,7 @@ def test_no_room_on_the_disk_is_seen_before_writing(made: Make, tmp_path: Path, 
     code, _, err = run(made(), tmp_path / "out")
     assert code == 4
     assert "error[no-space]" in err
-    assert "1,000,000 are free" in err
+    assert "976.6 KiB are free" in err
     assert not list(tmp_path.iterdir())
 
 

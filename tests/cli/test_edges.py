@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from fse_convert.cli import cli
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -152,48 +155,77 @@ def test_numpy_is_not_missed(made: Make, tmp_path: Path) -> None:
     assert "NumPy" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("fse-convert ins", ["inspect"]),
-        ("fse-convert re", ["restore"]),
-        ("fse-convert --ta", ["--target"]),
-        ("fse-convert checkpoint out --tar", ["--target"]),
-        ("fse-convert checkpoint out --target megamoe-5", ["megamoe-512"]),
-        ("fse-convert inspect x --require vllm-0.33-aiter-m", ["vllm-0.33-aiter-mega"]),
-        ("fse-convert inspect x --target ato", ["atom"]),
-        ("fse-convert check", []),
-    ],
-)
-def test_bash_completes(words: str, offered: list[str]) -> None:
-    script = """
-        compopt() { echo "$@"; }  # bash has it only while it completes
-        source <(fse-convert completion bash)
-        COMP_WORDS=($TYPED) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-        _fse_convert_completion fse-convert
-        printf '%s\\n' "${COMPREPLY[@]}"
-    """
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TYPED": words}
-    shown = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, check=True, env=env).stdout.split()
-    assert shown == (offered or ["-o", "default"])
-
-
-@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
-def test_completion_prints_a_script(name: str, run: Run) -> None:
-    code, out, err = run("completion", name)
-    assert (code, err) == (0, "")
-    assert "_FSE_CONVERT_COMPLETE" in out
-
-
-def test_completion_shows_its_commands_line_by_line(run: Run) -> None:
-    _, out, _ = run("completion", "--help")
-    assert "\\b" not in out
-    assert "  bash:  fse-convert completion bash > ~/.local/share/bash-completion/completions/fse-convert\n" in out
+@pytest.mark.parametrize("command", ["", *cli.commands])
+def test_every_help_has_three_examples_that_parse(command: str, run: Run) -> None:
+    code, out, _ = run(*command.split(), "--help")
+    examples = out.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert (code, len(examples), "\\b" in out) == (0, 3, False)
+    for example in examples:
+        words = shlex.split(example.partition("|")[0].partition(">")[0])
+        named = words[1] if words[1] in cli.commands else "convert"
+        cli.commands[named].make_context(named, words[1 if named == "convert" else 2 :])
+        assert words[0] == "fse-convert"
+    assert command == "" or "FSE_CONVERT_WORKERS=8" in out
 
 
 def test_no_summary_is_cut_off(run: Run) -> None:
-    from fse_convert.cli import cli
-
     _, out, _ = run("--help")
     assert "..." not in out.partition("Commands:")[2].partition("Exit codes:")[0]
     assert all(len(command.get_short_help_str(200)) <= 46 for command in cli.commands.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["help"], "Usage: fse-convert [OPTIONS] [COMMAND]"),
+        (["help", "verify"], "Usage: fse-convert verify [OPTIONS] OUT"),
+        (["version"], "fse-convert"),
+        (["-V"], "fse-convert"),
+    ],
+)
+def test_other_words_for_help_and_version(words: list[str], expected: str, run: Run) -> None:
+    code, out, err = run(*words)
+    assert (code, err) == (0, "")
+    assert out.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--vesion"], "--version"),
+        (["--colour", "never"], "--color"),
+        (["insepct", "x"], "inspect"),
+        (["inspect", "x", "--requier", "vllm-0.33"], "--require"),
+        (["--overwite", "a", "b"], "--overwrite"),
+    ],
+)
+def test_a_typo_is_told_what_was_meant(words: list[str], meant: str, run: Run) -> None:
+    code, _, err = run(*words)
+    assert code == 2
+    assert re.search(rf"Did you mean.* '{meant}'", err), err
+
+
+def test_options_come_from_the_environment(made: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSE_CONVERT_TARGET", "megamoe-128")
+    monkeypatch.setenv("FSE_CONVERT_JSON", "1")
+    _, out, _ = run(made(), tmp_path / "out", "--dry-run")
+    assert json.loads(out)["target"] == "megamoe-128"
+    code, out, _ = run(made(), tmp_path / "out", "--workers", "many")
+    assert (code, json.loads(out)["problems"][0]["code"]) == (2, "usage")
+    assert json.loads(run(made(), tmp_path / "out", "--target", "megamoe-512", "--dry-run")[1])["target"] == "megamoe-512"
+    monkeypatch.setenv("FSE_CONVERT_WORKERS", "many")
+    code, out, _ = run(made(), tmp_path / "out")
+    assert (code, "FSE_CONVERT_WORKERS" in out or "--workers" in out) == (2, True)
+
+
+def test_what_contradicts_json_is_refused(made: Make, run: Run) -> None:
+    code, out, _ = run("inspect", made(), "--json", "--format", "markdown")
+    assert (code, json.loads(out)["problems"][0]["message"]) == (2, "--json and --format markdown exclude each other")
+
+
+def test_what_is_not_proved_is_said_so(made: Make, run: Run, tmp_path: Path) -> None:
+    assert "NOT proved: --verify none was given\n" in run(made(), tmp_path / "out", "--verify", "none")[1]
+
+
+def test_where_the_page_was_written_is_said(made: Make, run: Run, tmp_path: Path) -> None:
+    assert f"report written to {tmp_path / 'r.html'}\n" in run("inspect", made(), "--html", tmp_path / "r.html")[2]

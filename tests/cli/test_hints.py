@@ -562,7 +562,7 @@ def test_a_run_that_was_stopped(made: Make, run: Run, tmp_path: Path, monkeypatc
     with monkeypatch.context() as signals:
         signals.setattr(os, "fsync", stop)
         code, text, _ = run(*command)
-    assert (code, "the same command resumes" in said(text)["interrupted"]) == (130, True)
+    assert (code, "the same command begins again" in said(text)["interrupted"]) == (130, True)
     assert run(*command)[0] == 0
 
 

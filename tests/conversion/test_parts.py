@@ -124,7 +124,7 @@ def test_parts_of_different_conversions_do_not_mix(made: Callable[..., Path], ru
     for arguments in (("--shards", "2/2"), ()):
         code, _, err = run(source, out, "--target", "megamoe-128", *arguments)
         assert code == 2
-        assert "arguments.target" in err
+        assert "arguments.target was " in err
 
 
 def test_a_damaged_file_of_a_part_is_written_anew(made: Callable[..., Path], run: Run, digest: Digest, tmp_path: Path) -> None:

@@ -136,4 +136,4 @@ def test_verify_names_what_a_run_that_was_cut_off_left(
     (left / "lock").touch()
     code, _, err = run("verify", out)
     assert code == 0
-    assert f"note[left-behind]: {left}: a run that was cut off left 1,234 bytes" in err
+    assert f"note[left-behind]: {left}: a run that was cut off left 1.2 KiB" in err

@@ -102,7 +102,7 @@ def test_too_little_space_is_said_before_anything_is_written(tiny: Path, server:
     disk = small_disk(32 << 20)
     answer = server.run(disk, tiny, disk / "out", *FAST)
     assert answer["code"] == 4
-    assert "bytes and a margin" in answer["text"]
+    assert "and a margin of 64.0 MiB" in answer["text"]
     assert not list(disk.iterdir())
 
 

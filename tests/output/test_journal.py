@@ -45,4 +45,4 @@ def torn_at(cut: int, path: Path) -> None:
 
 
 def test_differences_are_named_by_path() -> None:
-    assert differences(MARK, {"version": "2", "source": {"a": [1, 2, 3], "b": [0, 0, 0]}}) == ["source.b", "version"]
+    assert differences(MARK, {"version": "2", "source": {"a": [1, 2, 3], "b": [0, 0, 0]}}) == ["source.b", "version was 1, is 2"]

@@ -80,7 +80,7 @@ def test_overwriting_swaps_whole_folders(tmp_path: Path) -> None:
 
 def test_space_is_checked_where_the_output_will_be(tmp_path: Path) -> None:
     check_space(tmp_path / "not" / "yet" / "there", 0)
-    with pytest.raises(EnvironmentFailure, match="bytes and a margin"):
+    with pytest.raises(EnvironmentFailure, match=r"needs 4,194,304\.00 TiB and a margin of 64\.0 MiB"):
         check_space(tmp_path / "out", 1 << 62)
 
 
@@ -155,7 +155,7 @@ def test_what_a_run_that_was_cut_off_left_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as e:
         check_output(tmp_path / "source", out, overwrite=False)
     assert [p.code for p in e.value.problems] == ["output-exists", "left-behind"]
-    assert "1,002 bytes" in e.value.problems[1].message
+    assert "1002 B" in e.value.problems[1].message
     assert e.value.problems[1].where == str(Staging(out).root)
     assert (Staging(out).root / "output" / "shard").is_file()
 

@@ -25,7 +25,7 @@ V41: dict[str, Any] = {"model_type": "deepseek_v41"}
 NONE = f"NVIDIA MegaMoE: no known release fuses this checkpoint as is; {NEWEST.title}: "
 RUNS = "(MegaMoE refuses this width; padded it runs, the shared expert beside it)."
 OLD = "SGLang 0.5.20, 0.5.21, 0.5.22 and TensorRT-LLM"
-PAD = "fse-convert CHECKPOINT OUT --target megamoe-512"
+PAD = "fse-convert CHECKPOINT CHECKPOINT-megamoe-512 --target megamoe-512"
 
 
 def advice(model: Model) -> Advice:
@@ -134,7 +134,7 @@ def test_a_command_is_advised_only_if_it_runs(width: int) -> None:
     assert target is not None
     assert plans(Options(target)) is None
     found = advise(about, judge(about), plans)
-    assert found.command == "fse-convert CHECKPOINT OUT --target megamoe-512 --allow-unfused"
+    assert found.command == "fse-convert CHECKPOINT CHECKPOINT-megamoe-512 --target megamoe-512 --allow-unfused"
     assert plans(Options(target, allow_unfused=True)) is not None
 
 
@@ -151,14 +151,15 @@ def test_nvfp4_that_the_server_takes_as_it_is_needs_no_padding() -> None:
 
 
 @pytest.mark.parametrize("name", ["source", "my checkpoint's"])
-def test_the_command_works_as_printed(name: str, made: Made, run: Run, tmp_path: Path) -> None:
+def test_the_command_works_as_printed(name: str, made: Made, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / name
     root.symlink_to(made(layers=1))
     command = json.loads(run("inspect", root, "--json")[1])["advice"]["command"]
     program, *arguments = shlex.split(command)
     assert program == "fse-convert"
-    assert arguments[:2] == [str(root), "OUT"]
-    assert run(*[str(tmp_path / "out") if a == "OUT" else a for a in arguments])[0] == 0
+    assert arguments[:2] == [str(root), f"{name}-megamoe-512"]
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments)[0] == 0
 
 
 def test_an_output_is_not_to_be_converted_again(made: Made, run: Run, tmp_path: Path) -> None:

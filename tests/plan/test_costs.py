@@ -8,12 +8,12 @@ import pytest
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.reader import open_checkpoint
+from fse_convert.errors import size
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.costs import Serving, costs, padding, stored
 from fse_convert.plan.source import describe_source
 from fse_convert.plan.widths import contract_widths
-from fse_convert.report.console import size
 from fse_convert.servers.subject import Subject
 from fse_convert.testing.checkpoints import make_checkpoint
 from fse_convert.testing.memory import Model

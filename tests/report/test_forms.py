@@ -17,7 +17,7 @@ from rich.console import Console
 
 from fse_convert.errors import ExitCode, Problem
 from fse_convert.inspection import Inspection
-from fse_convert.plan.advice import Advice
+from fse_convert.plan.advice import TOPICS, Advice
 from fse_convert.report.inspection.pages import html, markdown, workflow_commands
 from fse_convert.report.inspection.records import inspection_record
 from fse_convert.report.inspection.text import text
@@ -224,7 +224,7 @@ def read_text(view: View, columns: int) -> Said:
     for block in blocks(lines, r"  (?:not fused|refused|error|unsafe|unknown), no (?:path|rule)", "  (?=[a-z0-9.-]+(,|$| +$))"):
         word_, _, names = squeezed(block).partition(": ")
         said.silent |= dict.fromkeys(names.split(", "), word_.partition(",")[0])
-    for block in blocks(lines, r"note\[", r"(?!note\[|Costs)"):
+    for block in blocks(lines, r"note\[", " {2,}"):
         code, _, told = block.removeprefix("note[").partition("]: ")
         said.remarks.append((code, *of_hint(told)))
     return said
@@ -270,7 +270,7 @@ class Page(HTMLParser):
         self.answers: list[dict[str, str]] = []
         self.silent: list[str] = []
         self.verdict, self.advice, self.colours = "", [], []  # type: ignore[var-annotated]
-        self.words: list[str] = []
+        self.topic = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {k: v or "" for k, v in attrs}
@@ -284,7 +284,9 @@ class Page(HTMLParser):
         if tag == "p" and name == "dim":
             self.silent.append("")
         if tag == "p" and name == "advice":
-            self.advice.append("")
+            self.advice.append(f"{self.topic}: " if self.topic in TOPICS.values() else "")
+        if tag == "h2":
+            self.topic = ""
 
     def inside(self, *tags: str) -> bool:
         return any(tag in tags for tag, _ in self.path)
@@ -305,6 +307,8 @@ class Page(HTMLParser):
             self.verdict += data
         elif name == "advice":
             self.advice[-1] += data
+        elif tag == "h2":
+            self.topic += data
         elif tag == "p" and name == "dim":
             self.silent[-1] += data
         elif self.inside("li") or any(n == "answers" for _, n in self.path):

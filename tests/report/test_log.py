@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from fse_convert.progress import Event
+from fse_convert.progress import Event, Phase, Work
 from fse_convert.report.log import Log, listening
 from fse_convert.report.progress import Heartbeat, progress
 
@@ -45,11 +46,22 @@ def test_json_lines(made: Callable[..., Path], run: Run, tmp_path: Path) -> None
     code, _, err = run(made(), tmp_path / "out", "--log-json", "-v")
     assert code == 0
     events = [json.loads(line) for line in err.splitlines()]
-    assert {e["event"] for e in events} == {"note", "log", "file"}
-    files = [e for e in events if e["event"] == "file"]
-    assert files[-1]["done"] == files[-1]["files"] == len(files)
-    assert files[-1]["bytes"] == files[-1]["total"]
+    assert {e["event"] for e in events} == {"note", "log", "start", "file", "done"}
+    (start,), (done,) = ([e for e in events if e["event"] == kind] for kind in ("start", "done"))
+    assert [(p["phase"], p["unit"]) for p in start["phases"]] == [
+        ("write", "shard"),
+        ("read back", "file"),
+        ("numerics", "layer"),
+    ]
+    for phase in start["phases"]:
+        files = [e for e in events if e["event"] == "file" and e["phase"] == phase["phase"]]
+        assert files[-1]["done"] == files[-1]["count"] == phase["count"] == len(files)
+        assert files[-1]["bytes"] == files[-1]["total"] == phase["bytes"]
     assert all(e["elapsed"] >= 0 for e in events)
+    times = [datetime.fromisoformat(e["time"]) for e in events]
+    assert times == sorted(times)
+    assert times[0].utcoffset() == timedelta(0)
+    assert events[-1] is done
 
 
 def test_errors_are_json_lines_too(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
@@ -65,25 +77,43 @@ def test_errors_are_json_lines_too(made: Callable[..., Path], run: Run, tmp_path
 def test_a_line_per_file_and_one_every_30_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    beat = Heartbeat(100, 2, Log())
+    beat = Heartbeat([Work(Phase.WRITE, "shard", 2, 100), Work(Phase.NUMERICS, "layer", 4)], Log())
     beat.observe(Event("a", 10))
     assert capsys.readouterr().err == ""
     now[0] += 30
     beat.observe(Event("a", 15))
-    assert capsys.readouterr().err == "0/2 done  25 B of 100 B  1 B/s  eta 90 s  a\n"
+    assert capsys.readouterr().err == "write 0/2 shards  25 B of 100 B  1 B/s  90 s left  a\n"
     now[0] += 20
     beat.observe(Event("a", 25))
     beat.observe(Event("a", 50, done=True, how="rewritten"))
-    assert capsys.readouterr().err == "1/2 done  50 B of 100 B  1 B/s  eta 50 s  a rewritten\n"
+    assert capsys.readouterr().err == "write 1/2 shards  100 B of 100 B  2 B/s  a rewritten\n"
+    now[0] += 100
+    beat.observe(Event("layers.0.ffn", done=True, phase=Phase.NUMERICS))
+    now[0] += 10
+    beat.observe(Event("layers.1.ffn", done=True, phase=Phase.NUMERICS))
+    assert capsys.readouterr().err == (
+        "numerics 1/4 layers  0.0 layers/s  layers.0.ffn\nnumerics 2/4 layers  0.2 layers/s  10 s left  layers.1.ffn\n"
+    )
+
+
+def test_bytes_of_an_earlier_run_are_no_speed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    beat = Heartbeat([Work(Phase.WRITE, "shard", 2, 100)], Log())
+    beat.observe(Event("a", 80, kept=True))
+    now[0] += 10
+    beat.observe(Event("b", 10))
+    beat.observe(Event("b", done=True))
+    assert capsys.readouterr().err == "write 1/2 shards  90 B of 100 B  1 B/s  10 s left  b\n"
 
 
 def test_a_line_also_while_nothing_happens(capsys: pytest.CaptureFixture[str]) -> None:
-    beat = Heartbeat(100, 2, Log())
+    beat = Heartbeat([Work(Phase.WRITE, "shard", 2, 100)], Log())
     beat.interval = 0.05
     with beat.beating():
         beat.observe(Event("slow", 10))
         time.sleep(0.5)
-    assert capsys.readouterr().err.count("0/2 done  10 B of 100 B") >= 2
+    assert capsys.readouterr().err.count("write 0/2 shards  10 B of 100 B") >= 2
 
 
 def test_listening_leaves_logging_as_it_was() -> None:
@@ -97,7 +127,7 @@ def test_listening_leaves_logging_as_it_was() -> None:
 
 
 def test_quiet_progress_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(10, 1, Log(quiet=True)) as observe:
+    with progress([Work(Phase.WRITE, "shard", 1, 10)], Log(quiet=True)) as observe:
         observe(Event("a", 10, done=True))
     assert capsys.readouterr().err == ""
 
@@ -127,9 +157,18 @@ def on_terminal(command: list[str], columns: int, **env: str) -> str:
 def test_a_bar_on_a_terminal_fits_its_width(columns: int, made: Callable[..., Path], tmp_path: Path) -> None:
     shown = on_terminal([sys.executable, "-m", "fse_convert", str(made()), str(tmp_path / "out"), "--verify", "none"], columns)
     assert "converted: DeepSeek-V4" in shown
-    bars = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", shown) if "━" in line]
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", shown)]
+    bars = [line for line in lines if line.startswith("write ") and "shards" in line]
     assert bars
     assert all(len(line) <= columns for line in bars)
+    assert any("━" in line for line in bars) == (columns > 40)
+
+
+def test_a_dumb_terminal_gets_lines(made: Callable[..., Path], tmp_path: Path) -> None:
+    shown = on_terminal([sys.executable, "-m", "fse_convert", str(made()), str(tmp_path / "out")], 100, TERM="dumb")
+    assert "\x1b" not in shown
+    assert "write 8/8 shards" in shown
+    assert "numerics 3/3 layers" in shown
 
 
 def test_no_color(made: Callable[..., Path], tmp_path: Path) -> None:

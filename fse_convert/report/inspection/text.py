@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from fse_convert.report.console import console
+from fse_convert.report.console import console, grid, painted, put, wrapped
 from fse_convert.report.inspection.view import LOOKS, Row, View
 from fse_convert.servers.verdict import Outcome
 
@@ -30,110 +28,102 @@ def print_inspection(view: View) -> None:
     unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     out = console()
     for part in text(view, out.width, unicode=unicode):
-        out.print(part, soft_wrap=False)
+        put(out, part)
 
 
 def text(view: View, columns: int, *, unicode: bool = True) -> Iterator[RenderableType]:
     """Yield an inspection in parts for a terminal of so many columns; none where nothing could be read."""
     if view.found.problems and not view.found.checkpoint.tensors:
         return
-    yield _line(view.headline, "bold")
+    yield wrapped(view.headline, columns, style="bold")
     if view.verdict:
-        yield _line(view.verdict, "bold red" if view.exit_code else "bold")
+        yield wrapped(view.verdict, columns, style="bold red" if view.exit_code else "bold")
     if view.required:
-        yield _indented([(f"required: {row.label}", _answer(row)) for row in view.required])
+        yield grid([(f"required: {row.label}", _answer(row)) for row in view.required], columns, flexible=(1,), indent=2)
     if view.layers:
-        yield from _layers(view)
-    yield from _seen(view)
-    yield from _advice(view)
+        yield from _layers(view, columns)
+    yield from _seen(view, columns)
+    yield from _advice(view, columns)
     if view.sections:
         yield from _sections(view, columns, unicode=unicode)
-    if view.reasons:
-        yield ""
-        reasons = [(str(number), _told(f"{r.code}: {r.message}", r.hint)) for number, r in enumerate(view.reasons, 1)]
-        yield _indented(reasons, gap=1, numbers=(0,))
-    if view.remarks:
-        yield ""
-        yield from (_told(f"note[{p.code}]: {p}", p.hint) for p in view.remarks)
+    yield from _words(view, columns)
     if view.costs:
-        head = (_line(view.cost_title, "bold"), Text("on disk", "bold"), Text("per rank", "bold"), "")
-        yield ""
-        yield _grid([head, *((r.what, r.disk, r.rank, r.remark) for r in view.costs)], numbers=(1, 2), whole=())
-        yield from [_line(view.cost_note)] if view.cost_note else []
+        head = (view.cost_title, "on disk", "per rank", "")
+        rows = [(r.what, r.disk, r.rank, r.remark) for r in view.costs]
+        yield grid(rows, columns, flexible=(0, 3), numbers=(1, 2), head=head)
+        yield from [wrapped(view.cost_note, columns)] if view.cost_note else []
 
 
-def _grid(rows: Sequence[Sequence[str | Text]], *, gap: int = 2, numbers: Sequence[int] = (), whole: Sequence[int] = (0,)) -> Table:
-    """Return rows in columns; lines of ``numbers``, and of columns that stay ``whole``, are not broken."""
-    grid = Table.grid(padding=(0, gap))
-    for column in range(len(rows[0])):
-        grid.add_column(justify="right" if column in numbers else "left", no_wrap=column in (*whole, *numbers), overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    return grid
+def _words(view: View, columns: int) -> Iterator[RenderableType]:
+    """Yield reasons and remarks."""
+    digits = len(str(len(view.reasons)))
+    yield from [""] * bool(view.reasons)
+    for number, r in enumerate(view.reasons, 1):
+        yield from _told(f"{number:>{digits}} {r.code}: {r.message}", r.hint, columns, indent=2, hang=digits + 1)
+    yield from [""] * bool(view.remarks)
+    for p in view.remarks:
+        yield from _told(f"note[{p.code}]: {p}", p.hint, columns, hang=2)
 
 
-def _indented(rows: Sequence[Sequence[str | Text]], *, gap: int = 2, numbers: Sequence[int] = ()) -> Padding:
-    return Padding.indent(_grid(rows, gap=gap, numbers=numbers), 2)
+def _told(content: str, hint: str, columns: int, *, indent: int = 0, hang: int) -> Iterator[Text]:
+    """Yield what is to be known, and its hint on a line of its own; names of a checkpoint may hold line breaks."""
+    yield painted(wrapped(content, columns, indent=indent, hang=hang).plain)
+    if hint:
+        yield wrapped(f"-> {hint}", columns, indent=indent + hang, hang=3)
 
 
-def _line(content: str, style: str = "") -> Text:
-    """Return a text that wraps at columns only: names of a checkpoint may hold line breaks."""
-    return Text(" ".join(content.split()), style)
-
-
-def _told(content: str, hint: str) -> Text:
-    """Return what is to be known, and its hint on a line of its own."""
-    return Text("\n").join([_line(content), *([_line(f"-> {hint}")] if hint else [])])
-
-
-def _layers(view: View) -> Iterator[RenderableType]:
+def _layers(view: View, columns: int) -> Iterator[RenderableType]:
     rows = view.layers if len(view.layers) <= LAYERS else view.layers[: LAYERS - 1]
-    yield _indented([(r.name, r.routed, f"shared: {r.shared}  {r.problem}".rstrip()) for r in rows])
+    shared = [r.shared.removesuffix(f", {r.routed.rpartition(', ')[2]}") for r in rows]  # an equal width is said once
+    cells = [(r.name, r.routed, f"shared: {s}  {r.problem}".rstrip()) for r, s in zip(rows, shared, strict=True)]
+    yield grid(cells, columns, flexible=(2,), indent=2)
     if len(view.layers) > len(rows):
-        yield f"  ... and {len(view.layers) - len(rows)} more kinds of layers: --format json lists all"
+        yield wrapped(f"  ... and {len(view.layers) - len(rows)} more kinds of layers: --format json lists all", columns)
 
 
-def _seen(view: View) -> Iterator[RenderableType]:
+def _seen(view: View, columns: int) -> Iterator[RenderableType]:
     seen = view.found.description.seen
     if seen:
         rows = [(f"{s.count:,} x", s.pattern, f"{s.example.dtype} {list(s.example.shape)}") for s in seen[:SEEN]]
-        yield _indented(rows, numbers=(0,))
+        yield grid(rows, columns, flexible=(), numbers=(0,), indent=2)
     if len(seen) > SEEN:
         yield f"  and {len(seen) - SEEN} more patterns"
 
 
-def _advice(view: View) -> Iterator[RenderableType]:
+def _advice(view: View, columns: int) -> Iterator[RenderableType]:
     advice = view.found.advice
     if advice.sentences:
         yield ""
     for sentence in advice.sentences:
-        yield _line(sentence, "bold")
+        yield wrapped(sentence, columns, hang=2, style="bold")
     if advice.command:
-        yield Padding.indent(Text(f"{advice.command}  {view.advised_cost}".rstrip()), 2)
+        yield Text(f"  {advice.command}")
+    if view.advised_cost:
+        yield wrapped(view.advised_cost, columns, indent=2)
     for sentence, command in view.offers:
-        yield _line(sentence)
+        yield wrapped(sentence, columns, hang=2)
         if command:
-            yield Padding.indent(Text(command), 2)
+            yield Text(f"  {command}")
 
 
 def _sections(view: View, columns: int, *, unicode: bool) -> Iterator[RenderableType]:
     label = max((len(row.label) for row in view.rows), default=0)
-    room = max(columns - label - ANSWER - 6, 10)
-    step = -(-len(view.found.description.layers) // room)
+    room = columns - label - ANSWER - 6
+    step = -(-len(view.found.description.layers) // (room if room >= 10 else max(columns - ANSWER - 6, 10)))
     cells = {outcome: look.cell if unicode else look.plain for outcome, look in LOOKS.items()}
     for section in view.sections:
         yield ""
-        yield _line(section.question.heading, "bold")
+        yield wrapped(section.question.heading, columns, style="bold")
         if section.rows:
-            rows = _grid([(row.label, _strip(row, step, cells), _answer(row)) for row in section.rows])
-            rows.columns[0].min_width = label
-            yield Padding.indent(rows, 2)
+            rows = [(f"{row.label:<{label}}", _strip(row, step, cells), _answer(row)) for row in section.rows]
+            yield grid(rows, columns, flexible=(2,), indent=2)
         for what, names in section.silent.items():
-            yield Padding.indent(_line(f"{what}: {', '.join(names)}", "dim"), 2)
+            yield wrapped(f"{what}: {', '.join(names)}", columns, indent=2, hang=2, style="dim")
     yield ""
     legend = [f"{cells[outcome]} {look.word}" for outcome, look in view.legend]
-    several = f"; a cell stands for up to {step} layers and shows the worst of them" if step > 1 else ""
-    yield Padding.indent(_line(f"{', '.join(legend)}{several}", "dim"), 2)
+    if legend:
+        of = f"up to {step} layers and shows the worst of them" if step > 1 else "a layer"
+        yield wrapped(f"{', '.join(legend)}; a mark stands for {of}, drafter layers apart", columns, indent=2, style="dim")
 
 
 def _strip(row: Row, step: int, cells: Mapping[Outcome, str]) -> Text:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from fse_convert.errors import Problem
+from fse_convert.errors import Problem, size
 from fse_convert.inspection import Inspection
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import NO_PATH, releases, server_of
-from fse_convert.plan.costs import Costs, Padding
-from fse_convert.report.console import counted, gathered, runs, size, span
+from fse_convert.plan.advice import NO_PATH, TOPICS, server_of
+from fse_convert.report.console import counted, gathered, runs, span
+from fse_convert.report.inspection.costs import advised_cost, cost_rows, cost_words
+from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import Answer, Question
-from fse_convert.servers.targets import CONTRACT, TARGETS, HeldTwice
+from fse_convert.servers.targets import CONTRACT, TARGETS
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 
 
@@ -93,6 +95,15 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
+class Card:
+    """One sentence of the advice: its topic, the rest, and who is meant: labels by word, each with its outcome."""
+
+    topic: str
+    sentence: str
+    tally: dict[tuple[Outcome, str], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
 class Complaint:
     """What stderr and GitHub's annotations tell: an error, which the exit code counts, or a warning.
 
@@ -130,7 +141,7 @@ class View:
         self.remarks = [*found.unsupported, *found.conflicts, *found.notes]
         self.complaints = list(self._complaints([a for a in found.answers if a.name in required]))
         self.costs = cost_rows(found)
-        self.cost_title, self.cost_note = _cost_words(found.costs) if found.costs else ("", "")
+        self.cost_title, self.cost_note = cost_words(found.costs) if found.costs else ("", "")
         self.advised_cost = advised_cost(found)
         self.offers = [*(found.ranks.lines(size) if found.ranks else ()), *found.offers.lines(size)]
 
@@ -149,6 +160,43 @@ class View:
             model = self.found.answers[0].model
             return " ".join(f"{LOOKS[model.outcome].word.capitalize()}: {told(r)}" for r in model.reasons)
         return ""
+
+    @property
+    def name(self) -> str:
+        """The name of the folder or repository."""
+        return self.title.rstrip("/").rpartition("/")[2] or self.title
+
+    @property
+    def troubled(self) -> bool:
+        """Whether some layer has a problem."""
+        return any(row.problem for row in self.layers)
+
+    @property
+    def revision(self) -> str:
+        """The commit of a checkpoint that has one."""
+        return str(getattr(self.found.checkpoint.folder, "commit", ""))
+
+    @property
+    def cards(self) -> Iterator[Card]:
+        """The advice at a glance, a card per sentence."""
+        sections = {TOPICS[s.question]: s for s in self.sections}
+        for sentence in self.found.advice.sentences:
+            topic, _, rest = sentence.partition(": ")
+            rows = sections[topic].rows if topic in sections else ()
+            known = topic in TOPICS.values()
+            best_first = sorted(rows, key=lambda row: -list(LOOKS).index(row.outcome))
+            tally = gathered(((row.outcome, row.word), row.label) for row in best_first)
+            yield Card(topic if known else "", rest if known else sentence, tally)
+
+    @property
+    def next_steps(self) -> list[str]:
+        """The command that serves the checkpoint with fusion: by a required server, else by the newest that fuses it."""
+        fused = [a.name for a in self.found.answers if a.fused and a.question is Question.NATIVE]
+        names = [name for name in fused if name in {row.label for row in self.required}] or fused
+        place, model_type = shlex.quote(self.title.removeprefix("hf://")), self.found.description.model_type
+        served = [t for t in TARGETS if t.name in names and serve_command(t, place, model_type, fse=False)]
+        by_engine = {t.engine: serve_command(t, place, model_type, fse=self.found.converted) for t in served}
+        return [] if self.exit_code else list(by_engine.values())
 
     def _complaints(self, required: Sequence[Answer]) -> Iterator[Complaint]:
         yield from (Complaint(error=True, said="", problem=p) for p in self.found.problems)
@@ -310,62 +358,3 @@ def _shared(d: LayerDescription) -> str:
     if d.layer.shared is None:
         return "none"
     return (f"{d.shared.label}, {d.shared.width} wide" if d.shared else "?") + (" (gated)" if d.layer.gate_tensor else "")
-
-
-@dataclass(frozen=True, slots=True)
-class CostRow:
-    """One figure: what, bytes on disk, bytes per rank, and a remark; empty where it does not apply."""
-
-    what: str
-    disk: str = ""
-    rank: str = ""
-    remark: str = ""
-
-
-def cost_rows(found: Inspection) -> list[CostRow]:
-    """Return the costs as rows: of the fusion that some server runs, and of padding that changes something."""
-    c, advice = found.costs, found.advice
-    if c is None:
-        return []
-    even, d, padding = not c.uneven, c.duplicates, advised_padding(found)
-    stored = c.decoder.per_rank(c.serving) + c.mtp.per_rank(c.serving)
-    rows = [CostRow("experts as stored", size(c.decoder.total + c.mtp.total), size(stored) if even else "")]
-    if c.shared_kernel and advice.fuses:
-        sharded = f", {size(c.shared_sharded)} sharded over TP {c.serving.tp}" if c.serving.tp > 1 else ""
-        remark = f"kept twice {size(2 * c.shared_kernel)}{sharded}"
-        rows.append(CostRow("shared experts in the kernel, decoder layers", "", size(c.shared_kernel), remark))
-    if padding and advice.gain:
-        what, rank = f"padding {padding.width} to {padding.new_width} ({advice.gain.contract})", size(padding.per_rank(c.serving))
-        rows.append(CostRow(what, f"+{size(padding.disk)}", f"+{rank}" if even else "", f"{padding.work - 1:+.0%} expert work"))
-    scales, loading = d.sglang_scales if even else 0, f"{size(d.sglang_loading)} while loading"
-    for held, n, targets, remark in (
-        (HeldTwice.ROUTED_SCALES, scales, advice.runs, loading),
-        (HeldTwice.SHARED_GATE_UP, d.sglang_shared, advice.fuses, ""),
-    ):
-        holding = [t for t in targets if held in t.held_twice]
-        if n and holding:
-            rows.append(CostRow(f"duplicates, {releases(holding, TARGETS)}: {held.value}", "", f"+{size(n)}", remark))
-    return rows
-
-
-def advised_padding(found: Inspection) -> Padding | None:
-    """Return what the padding costs that is advised, if any is."""
-    return found.costs.paddings.get(found.advice.gain.contract) if found.costs and found.advice.gain else None
-
-
-def _cost_words(c: Costs) -> tuple[str, str]:
-    """Return the title of the costs, and what keeps figures per rank from being true."""
-    if not c.uneven:
-        return f"Costs at EP {c.serving.ep}, TP {c.serving.tp}", ""
-    counts = ", ".join(map(str, c.uneven))
-    note = f"EP {c.serving.ep} does not divide {counts} routed experts: no figures per rank of them"
-    return f"Costs at TP {c.serving.tp}", note
-
-
-def advised_cost(found: Inspection) -> str:
-    """Say in brackets what the advised padding costs."""
-    p, c = advised_padding(found), found.costs
-    if p is None or c is None:
-        return ""
-    rank = "" if c.uneven else f", +{size(p.per_rank(c.serving))} per rank at EP {c.serving.ep}"
-    return f"(+{size(p.disk)} on disk{rank})"
