@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def test_every_file_comes_back(
     assert digest(out).keys() > digest(root).keys()
     text = restores(run, out, tmp_path / "original", digest(root), digest)
     assert "every tensor that was read had the digest that the manifest states" in text
+    assert re.search(r" tensors, format of \d+ restored; ", text)
 
 
 def helped(recipe: Recipe) -> str:
