@@ -73,7 +73,9 @@ def _tile_scales(w_np: Tensor, sf_ng: Tensor, block: tuple[int, int]) -> Tensor:
     e_ng = sf_ng.to(torch.int16)
     live_ng = (w_np.view(torch.int64).view(*sf_ng.shape, -1) & MAGNITUDES).ne(0).any(2)
     top, low = _tile_max(e_ng.where(live_ng, -1), block), -_tile_max((-e_ng).where(live_ng, -NAN), block)
-    t = (torch.where(top < 0, _tile_max(e_ng, block), top) - HEADROOM).clamp(min=LEAST).to(torch.uint8)
+    if bool((top < 0).any()):  # a tile of zeros: any scale would do, so it is the one of its greatest exponent
+        top = torch.where(top < 0, _tile_max(e_ng, block), top)
+    t = (top - HEADROOM).clamp(min=LEAST).to(torch.uint8)
     rows, groups = block[0], block[1] // GROUP
     for i, j in (top - low > SPAN).nonzero().tolist():
         tile = slice(i * rows, (i + 1) * rows), slice(j * groups, (j + 1) * groups)
@@ -154,30 +156,37 @@ def _mxfp4(change: Recoded, source: SourceTensors) -> Rows:
     matrix, (n, k) = Matrix(change.weight, change.scale, change.shape, change.block, source), change.shape
 
     def expected(first: int, count: int, memory: Memory) -> memoryview:
-        return _bytes(encode_mxfp4(matrix.values(first, first + count))[change.is_scale], memory)
+        values = matrix.values(first, first + count)
+        scales = mxfp4_scales(values)
+        return _bytes(scales if change.is_scale else mxfp4_codes(values, scales), memory)
 
     return Rows(n, k // (GROUP if change.is_scale else 2), expected, work=8 * k)
 
 
-def encode_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Code float64 values ``[n, k]`` as MXFP4 by its definition: uint8 ``[n, k / 2]`` and E8M0 bytes uint8 ``[n, k / 32]``.
+def mxfp4_scales(values: Tensor) -> Tensor:
+    """Return the E8M0 bytes of float64 values ``[n, k]`` as MXFP4, by the definition: uint8 ``[n, k / 32]``.
 
-    Per group of 32: ``e = floor(log2(amax)) - 2``, one more where amax's mantissa is 1.75 or above, within [-127, 127]; then
-    ``|v| / 2**e`` goes to the nearest of `E2M1`, ties to the even code. A group of zeros has byte 0. Raises Undefined for values
-    that are not finite. Rule: vLLM 0.33 model_executor/layers/quantization/utils/mxfp4_utils.py, ``downcast_to_mxfp``.
+    Per group of 32: ``floor(log2(amax)) - 2``, one more where amax's mantissa is 1.75 or above, within [-127, 127]; -127 for zeros.
+    Raises Undefined for what is not finite. Rule: vLLM 0.33 model_executor/layers/quantization/utils/mxfp4_utils.py.
     """
-    groups = values.view(values.shape[0], -1, GROUP)
-    mantissa, exponent = torch.frexp(groups.abs().amax(2))  # mantissa in [0.5, 1)
+    mantissa, exponent = torch.frexp(values.view(values.shape[0], -1, GROUP).abs().amax(2))  # mantissa in [0.5, 1)
     if not bool(mantissa.isfinite().all()):
         raise Undefined("a value is NaN or infinite")
-    e = (exponent - 3 + (mantissa >= 0.875).int()).clamp(-BIAS, BIAS)
-    e = torch.where(mantissa == 0, -BIAS, e)
-    scaled = groups.abs() * decode_scales(254 - (e + BIAS))[:, :, None]
-    step = torch.where(scaled < 2, 0.5, torch.where(scaled < 4, 1.0, 2.0))
-    rounded = ((scaled / step).round_() * step).clamp_(max=E2M1[-1])  # torch rounds ties to the even multiple: the even code
-    codes = torch.bucketize(rounded, torch.tensor(E2M1, dtype=torch.float64)) | groups.signbit().long() << 3
-    pairs = codes[:, :, ::2] | codes[:, :, 1::2] << 4
-    return pairs.to(torch.uint8).flatten(1), (e + BIAS).to(torch.uint8)
+    byte = (exponent - 3 + (mantissa >= 0.875).int() + BIAS).clamp(0, NAN - 1)
+    return byte.masked_fill(mantissa == 0, 0).to(torch.uint8)
+
+
+def mxfp4_codes(values: Tensor, scales: Tensor) -> Tensor:
+    """Return the nearest MXFP4 codes of float64 values ``[n, k]`` under their groups' scales: uint8 ``[n, k / 2]``.
+
+    Magnitudes are 0.5 apart below 2, 1 below 4, and 2 above; ties go to the even multiple, which is the even code; 6 is the last.
+    """
+    groups = values.view(values.shape[0], -1, GROUP)
+    scaled = groups.abs() * decode_scales(NAN - 1 - scales)[:, :, None]
+    level = (scaled >= 2).to(torch.uint8).add_((scaled >= 4).to(torch.uint8))
+    scaled.view(-1).mul_(torch.tensor((2.0, 1.0, 0.5), dtype=torch.float64).index_select(0, level.view(-1).int())).round_()
+    codes = scaled.to(torch.uint8).add_(level, alpha=2).clamp_(max=len(E2M1) - 1) | groups.signbit().to(torch.uint8) << 3
+    return (codes[:, :, ::2] | codes[:, :, 1::2] << 4).flatten(1)
 
 
 def _bytes(tensor: Tensor, memory: Memory) -> memoryview:

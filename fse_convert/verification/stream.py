@@ -26,6 +26,8 @@ BUFFERS = 4
 """Chunks of the output in memory: one being compared, the others on their way through SHA-256."""
 AHEAD = 16 << 20
 """How far in front of the reader the system is asked to read."""
+LARGE = 256 << 10
+"""Bytes of a read that asks for more: small ones, of scales, are made elsewhere in a file, between the large ones."""
 
 
 class Memory:
@@ -98,7 +100,8 @@ class InputFiles:
             fd = self.open.get(name)
             if fd is None:
                 fd = self.open[name] = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
-        self._read_ahead(name, fd, offset + len(into))
+        if len(into) >= LARGE:
+            self._read_ahead(name, fd, offset + len(into))
         read_into(fd, into, offset)
         return into
 

@@ -18,7 +18,7 @@ from fse_convert.layout import mxfp4_to_fp8, to_mxfp4, ue8m0
 from fse_convert.layout.mxfp4 import Unencodable
 from fse_convert.plan.tensors import Recoded, Rule
 from fse_convert.verification.decode import decode_mxfp4, decode_scales
-from fse_convert.verification.recoded import TileScales, encode_mxfp4, recoded_rows
+from fse_convert.verification.recoded import TileScales, mxfp4_codes, mxfp4_scales, recoded_rows
 from fse_convert.verification.stream import Memory, Undefined
 from fse_convert.verification.tensors import SourceTensors
 
@@ -220,6 +220,11 @@ def mxfp4_oracle(values: list[Fraction]) -> tuple[int, list[int]]:
     e = min(127, max(-127, e))
     scaled = [abs(v) / Fraction(2) ** e for v in values]
     return e + 127, [min(range(8), key=lambda c: (abs(MAGNITUDES[c] - min(v, Fraction(6))), c & 1)) for v in scaled]
+
+
+def encode_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    scales = mxfp4_scales(values)
+    return mxfp4_codes(values, scales), scales
 
 
 def check_mxfp4(values: Tensor) -> None:
