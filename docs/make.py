@@ -241,9 +241,9 @@ def _routed(pairings: Pairings) -> str:
 
 
 def _others() -> Iterator[str]:
-    yield f"## {Question.AITER.heading}\n\nOnly `inspect` asks this. Source: {AITER_TARGETS[0].source}\n"
+    yield f"## {Question.AITER.heading}\n\nSource: {AITER_TARGETS[0].source}\n"
     yield from _table(("target", "release", "started with"), ((f"`{t.name}`", t.release, t.started_with) for t in AITER_TARGETS))
-    yield f"## {Question.SLOTS.heading}\n\nOnly `inspect` asks this.\n"
+    yield f"## {Question.SLOTS.heading}\n"
     head = ("target", "server", "started with", "source")
     rows = ((f"`{t.name}`", f"{t.engine} {t.release}", t.started_with, t.source) for t in SLOT_TARGETS)
     yield from _table(head, rows)

@@ -105,7 +105,7 @@ def inspect(
         conflicts,
         checkpoint.notes,
         reading.converted,
-        make_offers(asked, plans, checkpoint, folder.label),
+        Offers() if broken or reading.converted else make_offers(asked, plans, checkpoint, folder.label),
         None if broken else ranks(about, serving.tp, folder.label),
     )
 

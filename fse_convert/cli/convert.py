@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--routed", type=click.Choice(["fp8"]), help="Store routed MXFP4 experts as block FP8: exact, or refused.")
 @click.option("--shared", type=click.Choice(["mxfp4"]), help="Store shared experts as MXFP4, as servers would; needs --lossy.")
+@click.option("--heal", is_flag=True, help="Mend every defect of config.json and of labels that the headers prove.")
 @click.option("--lossy", is_flag=True, help="Permit changes that lose precision.")
 @click.option("--drop-originals", is_flag=True, help="Leave out of OUT/fse what `restore` needs of experts whose format changed.")
 @click.option(
@@ -104,6 +105,7 @@ def convert(
     dry_run: bool,
     routed: str | None,
     shared: str | None,
+    heal: bool,
     lossy: bool,
     drop_originals: bool,
     part: Part | None,
@@ -127,12 +129,13 @@ def convert(
     _check_parts(part, ray, restart=restart)
     named = ctx.get_parameter_source("target") is not click.core.ParameterSource.DEFAULT
     options = Options(
-        target=find_any(target) if named or not (routed or shared or tp > 1) else None,
+        target=find_any(target) if named or not (routed or shared or heal or tp > 1) else None,
         experts=Experts(experts),
         tp=tp,
         allow_unfused=allow_unfused,
         routed_fp8=routed == "fp8",
         shared_mxfp4=shared == "mxfp4",
+        heal=heal,
         lossy=lossy,
         drop_originals=drop_originals,
     )

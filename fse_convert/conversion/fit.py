@@ -10,6 +10,9 @@ from fse_convert.layout.mxfp4_to_fp8 import certainly_fits
 from fse_convert.plan.plan import Plan
 from fse_convert.plan.tensors import Recoded, Rule
 
+LOW = 97
+"""E8M0 byte of 2**-30: vLLM 0.33 clamps amax at 1e-4 (utils/deep_gemm.py:1027), which smaller values do not reach."""
+
 
 def fit_note(plan: Plan) -> Problem | None:
     """Say how many weights their scales prove to fit; of the others the elements decide. None where nothing becomes FP8.
@@ -20,7 +23,14 @@ def fit_note(plan: Plan) -> Problem | None:
     if not changes:
         return None
     with open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
-        unsure = [c for c in changes if not certainly_fits(reader.rows(c.sources[1], 0, c.shape[0], None), c.block or (1, 32))]
+        unsure, low = [], []
+        for c in changes:
+            scales = reader.rows(c.sources[1], 0, c.shape[0], None)
+            unsure += [c] * (not certainly_fits(scales, c.block or (1, 32)))
+            low += [c] * bool((scales < LOW).any())
+    if low:
+        message = f"{len(low):,} weights have group scales below 2**-30: vLLM's requantisation for DeepGEMM changes their values"
+        return Problem("fp8-low", message, low[0].sources[0].name, "serve with VLLM_USE_DEEP_GEMM_E8M0=0")
     if not unsure:
         return Problem("fp8-fits", f"the scales of all {len(changes):,} weights show that they are exact in FP8")
     message = (

@@ -174,7 +174,7 @@ def covered(entries: Sequence[str], name: str) -> bool:
 
     Wider than any one server's matching, so that nothing is called stale which some server would exclude.
     """
-    names = (name, f"model.{name}", f"{name}.gate_proj", f"{name}.w1", f"{name}.0.w1")
+    names = (name, f"model.{name}", f"{name}.gate_proj", f"{name}.w1", f"{name}.0.w1", f"{name}.0.gate_proj")
     return any(_means(entry, names) for entry in entries)
 
 

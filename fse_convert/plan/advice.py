@@ -102,7 +102,8 @@ def _answer(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
     """
     fused = [a for a in rows if a.fused]
     changed = [a for a in fused if REQUANTISED.intersection(n.code for n in a.notes)]
-    partly = [a for a in rows if a.model.outcome is Outcome.UNFUSED and decoder and all(a.layers[i].fused for i in decoder)]
+    some = (Outcome.UNFUSED, Outcome.UNSAFE)
+    partly = [a for a in rows if a.model.outcome in some and decoder and all(a.layers[i].fused for i in decoder)]
     unsafe = [a for a in rows if a.model.outcome is Outcome.UNSAFE]
     said = [
         f"{releases(chosen, rows)} fuse{'s' if len(chosen) == 1 else ''} {what}."
@@ -117,7 +118,8 @@ def _answer(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
     if unsafe:
         hints = dict.fromkeys(r.hint for r in unsafe[-1].model.reasons if r.hint)
         way_out = f": {'; '.join(hints)}" if hints else ""
-        said.append(f"{releases(unsafe, rows)} would fail to load it or compute wrong numbers{way_out}.")
+        with_it = " with the drafter" if all(a in partly for a in unsafe) else ""
+        said.append(f"{releases(unsafe, rows)} would fail to load it{with_it} or compute wrong numbers{way_out}.")
     return " ".join(said)
 
 
@@ -126,6 +128,8 @@ def _none(rows: Sequence[Answer]) -> str:
     newest = {server_of(a): a for a in rows}.values()
     reasons = [(a, r) for a in newest if a.model.outcome is not Outcome.UNSAFE for r in a.model.reasons]
     telling = [(a, r) for a, r in reasons if r.code not in NO_PATH]
+    if not reasons:
+        return "no known release fuses this checkpoint as is."
     if not telling and all(a.model.outcome is Outcome.UNKNOWN for a, _ in reasons):
         return "no known rule covers this model."
     if not telling:

@@ -10,6 +10,7 @@ from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem, folde
 from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
+from fse_convert.plan.advice import conversion_command
 from fse_convert.plan.changes.search import FITS, Candidates, Changes, choose, misfit
 from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import Decision, Experts, LayerVerdict, Options
@@ -60,8 +61,8 @@ def _decide_after(after: Source, changes: Changes, options: Options) -> Decision
     main = width if options.experts is Experts.ALL else source_width
     at_kernel, at_main, at_source = (LaunchWidths(w, n_shared * w) for w in (width, main, source_width))
     if main != source_width and any(change.tensors for change in changes):
-        message = f"{changes[-1].does}, and padding {source_width} to {main}, are two conversions"
-        raise NotConvertible(Problem("changes-combined", message, hint="make one of them, then convert its output"))
+        message = f"one conversion cannot change a format and pad {source_width} to {main}, and an output is not converted again"
+        raise NotConvertible(Problem("changes-combined", message, hint="choose one of them: leave --tp, or the change, out"))
     verdicts, server = _verdicts(after, options, at_kernel, at_main)
     edits: tuple[ConfigEdit, ...] = ()
     if main != source_width:
@@ -106,11 +107,13 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
         with_loss = choose(candidates, lossy, _decide_after)
         if misfit(with_loss) <= FITS:
             does = " and ".join(change.does for change in with_loss.changes)
-            return [Problem("lossy", f"{title} fuses this checkpoint only after a change that loses precision: {does}", "--target",
-                            "--lossy permits it")]  # fmt: skip
-    problems = [Problem(r.code, r.message, hint=r.hint) for r in decision.server.reasons]
-    return [Problem("no-change-helps", f"no change of format that is known makes {title} fuse this checkpoint", "--target",
-                    "--allow-unfused converts anyway"), *problems]  # fmt: skip
+            message = f"{title} fuses this checkpoint only after a change that loses precision: {does}"
+            place = candidates.source.checkpoint.folder.label
+            return [Problem("lossy", message, "--target", f"{conversion_command(place, title, '--lossy')} permits it")]
+    reasons = [Problem(r.code, r.message, hint=r.hint) for r in decision.server.reasons]
+    unfit = [change for change in candidates.recodings() if isinstance(change, Problem)]
+    message = f"no change of format that is known makes {title} fuse this checkpoint"
+    return [Problem("no-change-helps", message, "--target", "--allow-unfused converts anyway"), *folded([*reasons, *unfit])]
 
 
 def _check_understood(checkpoint: Checkpoint, description: Description, options: Options) -> None:

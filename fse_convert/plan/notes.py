@@ -135,7 +135,8 @@ def _served(plan: Plan) -> Problem | None:
         if chosen
     ]
     hints = dict.fromkeys(r.hint for a in answers if a.model.outcome is Outcome.UNSAFE for r in a.model.reasons if r.hint)
-    return Problem("output-served", "; ".join(said) or "no server that is known fuses the output", hint="; or ".join(hints))
+    ways = f": {'; or '.join(hints)}" if hints else ""
+    return Problem("output-served", ("; ".join(said) or "no server that is known fuses the output") + ways)
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from fse_convert.plan.advice import NO_PATH, Plans, conversion_command, releases
 from fse_convert.plan.changes.search import FITS, misfit
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.servers.aiter.question import AiterTarget
-from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, Question
+from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget
 from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome
 
@@ -37,10 +38,15 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """What changes of format can do. ``helpless``: servers that no known change makes fuse the checkpoint."""
+    """What changes of format can do.
+
+    ``helpless``: servers that no known change makes fuse the checkpoint. ``mends``: what `heal` alone would do, and the command.
+    """
 
     offers: tuple[Offer, ...] = ()
     helpless: tuple[AnyTarget, ...] = ()
+    mends: tuple[str, ...] = ()
+    heal: str = ""
 
     def lines(self, size: Callable[[float], str]) -> Iterator[tuple[str, str]]:
         """Yield a sentence and its command per offer, and a sentence about the servers that nothing helps.
@@ -53,6 +59,8 @@ class Offers:
             kept = f", originals in fse/ {size(offer.originals)}" if offer.originals else ""
             does, who = " and ".join(offer.does), releases(offer.targets, ALL_TARGETS)
             yield f"{who} would fuse it after a change that {does} ({lost}; {grows}{kept}){offer.drafter}.", offer.command
+        if self.mends:
+            yield f"config.json or labels contradict the tensors, which can be mended: {'; '.join(self.mends)}.", self.heal
         if self.helpless:
             yield f"No change of format is known to help {releases(self.helpless, ALL_TARGETS)}.", ""
 
@@ -67,7 +75,7 @@ def make_offers(answers: Sequence[Answer], plans: Plans, source: Checkpoint, pla
         if isinstance(target, AiterTarget) and target.heterogeneous:
             continue  # no format gives a model that kernel
         for lossy in (False, True):
-            decision = plans(Options(target, lossy=lossy))
+            decision = plans(Options(target, lossy=lossy, shared_mxfp4=lossy))
             if decision is None or misfit(decision) > FITS:
                 continue
             helped = True
@@ -77,14 +85,17 @@ def make_offers(answers: Sequence[Answer], plans: Plans, source: Checkpoint, pla
             _, targets, _ = found.setdefault(key, (decision, [], lossy))
             if target not in targets:
                 targets.append(target)
-        if not helped and answer.question is not Question.NATIVE:
+        if not helped:
             helpless.append(target)
     made = []
     for decision, targets, lossy in found.values():
         newest = [t for t in targets if server_of(t) == server_of(targets[0])][-1]
-        command = conversion_command(place, newest.name, *["--lossy"] * lossy)
+        command = conversion_command(place, newest.name, *["--shared mxfp4 --lossy"] * lossy)
         made.append(_offer(decision, tuple(targets), source, command))
-    return Offers(tuple(sorted(made, key=lambda offer: not offer.lossless)), tuple(helpless))
+    healed = plans(Options(None, heal=True))
+    mends = tuple(change.does for change in healed.changes) if healed else ()
+    heal = shlex.join(["fse-convert", place, "OUT", "--heal"])
+    return Offers(tuple(sorted(made, key=lambda offer: not offer.lossless)), tuple(helpless), mends, heal)
 
 
 def _has_path(answer: Answer) -> bool:

@@ -32,8 +32,8 @@ class Options:
 
     ``target``: the kernel contract or server to convert for; None where a change alone was asked for. ``tp``: the serving side's
     tensor-parallel size. ``allow_unfused``: whether unfused layers may pass. ``routed_fp8`` and ``shared_mxfp4``: changes of format
-    that were asked for by name. ``lossy``: whether a change may lose precision. ``drop_originals``: leave out what `restore` needs
-    of tensors that do not follow from the output.
+    that were asked for by name; ``heal``: every mend of config and headers. ``lossy``: whether a change may lose precision.
+    ``drop_originals``: leave out what `restore` needs of tensors that do not follow from the output.
     """
 
     target: AnyTarget | None
@@ -42,6 +42,7 @@ class Options:
     allow_unfused: bool = False
     routed_fp8: bool = False
     shared_mxfp4: bool = False
+    heal: bool = False
     lossy: bool = False
     drop_originals: bool = False
 
@@ -58,7 +59,7 @@ class Options:
     @property
     def contract(self) -> Contract | None:
         """The kernel contract that the output must meet; None for a server without it, and where formats change by name."""
-        if not isinstance(self.target, Target) or self.routed_fp8 or self.shared_mxfp4:
+        if not isinstance(self.target, Target) or self.routed_fp8 or self.shared_mxfp4 or self.heal:
             return None
         return needed_contract(self.target)
 

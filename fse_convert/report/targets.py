@@ -25,7 +25,7 @@ def print_targets() -> None:
     say([Question.NATIVE.heading, table, *_needs({t.started_with: t.engine for t in TARGETS if not t.is_contract})])
     for question, rows in OTHERS:
         names = f"  {', '.join(t.name for t in rows)}"
-        say(["", f"{question.heading}; inspect only", names, *_needs({t.started_with: t.name for t in rows})])
+        say(["", f"{question.heading}", names, *_needs({t.started_with: t.name for t in rows})])
 
 
 def _needs(needs: dict[str, str]) -> list[str]:

@@ -52,11 +52,12 @@ class Arguments(Record, frozen=True, kw_only=True):
     allow_unfused: bool
     routed_fp8: bool | msgspec.UnsetType = msgspec.UNSET
     shared_mxfp4: bool | msgspec.UnsetType = msgspec.UNSET
+    heal: bool | msgspec.UnsetType = msgspec.UNSET
     lossy: bool | msgspec.UnsetType = msgspec.UNSET
     drop_originals: bool | msgspec.UnsetType = msgspec.UNSET
 
 
-CHANGE_ARGUMENTS = ("routed_fp8", "shared_mxfp4", "lossy", "drop_originals")
+CHANGE_ARGUMENTS = ("routed_fp8", "shared_mxfp4", "heal", "lossy", "drop_originals")
 """Arguments about changes of format."""
 
 

@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = [size(entry) for entries in files.values() for entry in entries]
     c = spec.text
     sys.stdout.write(
-        f"{kind} in {out}: {c['num_hidden_layers']} layers with {c['n_routed_experts']} routed and "
-        f"{c['n_shared_experts']} shared experts of width {c['moe_intermediate_size']} (hidden {c['hidden_size']}), "
+        f"{kind} in {out}: {c['num_hidden_layers']} layers with {c.get('n_routed_experts', c.get('num_experts'))} routed and "
+        f"{c.get('n_shared_experts', 1)} shared experts of width {c['moe_intermediate_size']} (hidden {c['hidden_size']}), "
         f"{spec.mtp} MTP layers with {spec.mtp_experts}: {len(sizes):,} tensors, {sum(sizes):,} bytes"
         f"{' (a hole: sparse)' if spec.sparse else ''}, {len(files)} shards, {time.monotonic() - start:.1f} s.\n"
     )

@@ -106,6 +106,26 @@ def test_a_change_by_name_says_who_fuses_the_output(made: Make, tmp_path: Path, 
     assert json.loads(out)["target"] is None
 
 
+def test_defects_are_mended_for_no_server_in_particular(made: Make, tmp_path: Path, run: Run, digest: Digest) -> None:
+    root, out = made("v4-flash-fp8", width=256), tmp_path / "out"
+    code, text, _ = run("inspect", root)
+    assert code == 0
+    assert "--heal" in text
+    assert run(root, out, "--heal", "-q")[0] == 0
+    assert run("verify", out, "--source", root)[0] == 0
+    assert run("restore", out, tmp_path / "back")[0] == 0
+    assert digest(tmp_path / "back") == digest(root)
+    code, _, err = run(made("v4-flash", width=256), tmp_path / "none", "--heal")
+    assert code == 3
+    assert "error[nothing-to-heal]" in err
+
+
+def test_two_recodings_exclude_each_other(made: Make, tmp_path: Path, run: Run) -> None:
+    code, _, err = run(made("v4-flash", width=256), tmp_path / "out", "--routed", "fp8", "--shared", "mxfp4", "--lossy")
+    assert code == 3
+    assert "error[changes-combined]" in err
+
+
 def test_originals_may_be_left_out(made: Make, tmp_path: Path, run: Run) -> None:
     root, out = made("v4-flash", width=256), tmp_path / "out"
     assert run(root, out, "--routed", "fp8", "--drop-originals", "-q")[0] == 0

@@ -68,12 +68,17 @@ class Candidates:
     def asked(self, options: Options) -> list[str]:
         """Return the recodings that were asked for. Raises NotConvertible for one that does not apply, or may not be made."""
         names = [name for name in RECODINGS if getattr(options, name)]
+        if len(names) > 1:
+            message = "routed experts in FP8 and shared experts in MXFP4 fuse nowhere"
+            raise NotConvertible(Problem("changes-combined", message, hint="choose one of --routed and --shared"))
         for name in names:
             change = self.recoding(name, ())
             if isinstance(change, Problem) and isinstance(self.recoding(name, self.heals), Problem):
                 raise NotConvertible(change)
         if not all(self._permitted(name, options) for name in names):
             raise NotConvertible(Problem("lossy", "this change loses precision", "--shared mxfp4", "--lossy permits it"))
+        if options.heal and not self.heals:
+            raise NotConvertible(Problem("nothing-to-heal", "config and headers show no defect that is known", "--heal"))
         return names
 
     def lists(self, options: Options) -> Iterator[tuple[list[str], Changes]]:
@@ -83,9 +88,14 @@ class Candidates:
         if options.target and not isinstance(options.target, Target) and not asked:
             bases += [[name] for name in RECODINGS if self._permitted(name, options)]
         for names in bases:
-            yield names, ()
-            if self.heals:
+            if not options.heal:
+                yield names, ()
+            if self.heals and (options.target or options.heal):
                 yield names, self.heals
+
+    def recodings(self) -> Iterator[Result]:
+        """Yield every recoding on the healed config, or why it does not apply."""
+        return (self.recoding(name, self.heals) for name in RECODINGS)
 
     def _permitted(self, name: str, options: Options) -> bool:
         change = self.recoding(name, ())
@@ -111,7 +121,7 @@ def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision
             break
     if fitting:
         decision, names = min(fitting, key=lambda found: misfit(found[0]))
-        return _without_needless(candidates, decision, names, options, decide)
+        return decision if options.heal else _without_needless(candidates, decision, names, options, decide)
     if isinstance(first, Decision):
         return first
     raise first or NotConvertible(Problem("no-change-helps", "no list of changes can be made"))
