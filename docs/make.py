@@ -32,7 +32,7 @@ from fse_convert.servers.aiter.families import AITER_FAMILIES
 from fse_convert.servers.aiter.question import AITER_TARGETS
 from fse_convert.servers.judge import Question
 from fse_convert.servers.slots import SLOT_TARGETS
-from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target, find_target, needed_contract
+from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target, needed_contract
 from fse_convert.testing.checkpoints import make_checkpoint
 from fse_convert.testing.examples import example_of
 from fse_convert.testing.memory import checkpoint
@@ -53,7 +53,7 @@ How each family names its experts, which keys of config.json loaders build them 
 what can be done with its models. Every family is inspected; `N` is a layer, `E` an expert. The storage format does not depend on
 the family: BF16, F16, F32, FP8 by block, channel or tensor, MXFP8, MXFP4 and NVFP4 are padded alike.
 
-*padded*: what a conversion of a small model of the family decides. *paths that fuse*: servers whose code for these model types can
+*padded*: what `--tp N` decides for a small model of the family. *paths that fuse*: servers whose code for these model types can
 fuse shared experts; whether it does, `inspect` says of a checkpoint. *run by*: that loader has built the model from the source and
 from the padded output, and both gave equal logits (`tests/test_transformers.py`). Everything else in a row was *read in* the files
 named last. A model type that is not listed, but named in the same way, is converted with `--family NAME`.
@@ -122,13 +122,10 @@ def _family(family: Family) -> tuple[str, ...]:
 
 def _padding(family: Family) -> str:
     """Say whether a conversion of a small model of the family would pad it."""
-    target = find_target("megamoe-512")
-    if target is None:
-        raise LookupError
     if family.stacked:
         return "no: experts in one tensor"
     try:
-        decided = decide(describe_source(checkpoint(*example_of(family))), Options(target, allow_unfused=True))
+        decided = decide(describe_source(checkpoint(*example_of(family))), Options(None, tp=512))
     except FseConvertError as e:
         return f"no: `{e.problems[0].code}`"
     return "yes" if decided.main_width > decided.source_width else "no"

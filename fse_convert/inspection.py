@@ -106,7 +106,7 @@ def inspect(
         checkpoint.notes,
         reading.converted,
         Offers() if broken or reading.converted else make_offers(asked, plans, checkpoint, folder.label),
-        None if broken else ranks(about, serving.tp, folder.label),
+        None if broken else ranks(about, plans, serving.tp, folder.label),
     )
 
 

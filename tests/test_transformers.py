@@ -19,7 +19,8 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="pip i
 
 Run = Callable[..., tuple[int, str, str]]
 Config = dict[str, Any]
-MOE, TOTAL, OWN = "moe_intermediate_size", "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"
+MOE, EITHER = "moe_intermediate_size", "intermediate_size"
+TOTAL, OWN = "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"
 COMMON: Config = {
     "vocab_size": 256, "hidden_size": 512, "intermediate_size": 384, MOE: 320, OWN: 320, TOTAL: 320,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2,
@@ -34,19 +35,30 @@ COMMON: Config = {
 
 @dataclass(frozen=True)
 class Model:
-    """A model type, keys of its own, and every key that must say the new width, with the number of experts it is wide."""
+    """A model type, keys of its own, and every key that must say the new width, with the number of experts it is wide.
+
+    ``options``: of a conversion that pads its experts to 512.
+    """
 
     model_type: str
     own: Config = field(default_factory=dict)
     keys: dict[str, int] = field(default_factory=lambda: {MOE: 1})
     name: str = ""
     vision: Config = field(default_factory=dict)
+    options: tuple[str, ...] = ("--allow-unfused",)
 
 
 TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 512}
 PIXTRAL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "head_dim": 16}
 TYPES = ["dense", "sparse", "sparse"]
 FULL = {"layer_types": ["full_attention"] * 3}
+
+
+def routed_only(model_type: str, key: str = MOE, **own: Any) -> Model:
+    """A model without shared experts: padded for tensor parallelism alone, so widely that 320 becomes 512 here too."""
+    return Model(model_type, {key: 320, **own}, {key: 1}, options=("--tp", "512"))
+
+
 MODELS = (
     Model("deepseek_v2"),
     Model("deepseek_v3"),
@@ -87,6 +99,25 @@ MODELS = (
     Model("mistral_large4", {"head_dim": 16}, vision=PIXTRAL),
     Model("solar_open"),
     Model("cohere2_moe", {"intermediate_size": 320}, {"intermediate_size": 1}),
+    routed_only("mixtral", EITHER),
+    routed_only("phimoe", EITHER),
+    routed_only("minimax", EITHER),
+    routed_only("minimax_m2", EITHER),
+    routed_only("qwen3_moe"),
+    routed_only("olmoe", EITHER),
+    routed_only("flex_olmo", EITHER),
+    routed_only("mellum"),
+    routed_only("lfm2_moe", **FULL),
+    routed_only(
+        "longcat_flash",
+        "expert_ffn_hidden_size",
+        num_layers=2,
+        num_hidden_layers=4,
+        ffn_hidden_size=384,
+        zero_expert_num=0,
+        head_dim=16,
+    ),
+    routed_only("jamba", EITHER, attn_layer_period=1, attn_layer_offset=0, expert_layer_period=1, expert_layer_offset=0),
 )
 
 
@@ -136,7 +167,7 @@ def test_padded_model_gives_the_same_logits(model: Model, tmp_path: Path, run: R
     root, out = tmp_path / "source", tmp_path / "out"
     save(model, root)
     assert len(list(root.glob("*.safetensors"))) > 2
-    code, _, err = run(root, out, "--allow-unfused")
+    code, _, err = run(root, out, *model.options)
     assert code == 0, err
     old, new = text_config(root), text_config(out)
     changed = {key: value for key, value in new.items() if value != old[key]}
@@ -174,7 +205,7 @@ def test_a_model_with_one_of_its_keys_edited_alone_does_not_load(model: Model, t
     """So every key that is edited is one that transformers reads, but for those that only other loaders do."""
     root, out = tmp_path / "source", tmp_path / "out"
     save(model, root)
-    assert run(root, out, "--allow-unfused")[0] == 0
+    assert run(root, out, *model.options)[0] == 0
     old, new = text_config(root), text_config(out)
     for key in [k for k in model.keys if k in old and (model.model_type, k) not in UNREAD]:
         path = out / "config.json"

@@ -65,7 +65,7 @@ def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
 
 def _fuses_nothing(plan: Plan) -> Problem | None:
     decision = plan.decision
-    if decision.main_width == decision.source_width or decision.fused_layers:
+    if decision.main_width == decision.source_width or decision.fused_layers or not plan.options.target:
         return None
     message = f"padding fuses nothing here: no layer fits {plan.options.goal}, at {decision.source_width} or at {decision.width}"
     return Problem("padding-fuses-nothing", message)
@@ -122,8 +122,8 @@ def _drafter(plan: Plan) -> Problem | None:
 
 
 def _served(plan: Plan) -> Problem | None:
-    """Say which servers fuse the output, where none was named."""
-    if plan.options.target:
+    """Say which servers fuse the output, where none was named and there is something to fuse."""
+    if plan.options.target or not any(v.layer.shared for v in plan.decision.verdicts):
         return None
     answers = [a for a in judge(plan.decision.after.subject) if a.engine != CONTRACT]
     said = [

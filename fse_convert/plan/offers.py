@@ -99,9 +99,9 @@ def make_offers(answers: Sequence[Answer], plans: Plans, source: Checkpoint, pla
 
 
 def _has_path(answer: Answer) -> bool:
-    """Tell whether a server has a path for the model at all, as far as is known."""
-    known = answer.model.outcome is not Outcome.UNKNOWN
-    return known and not NO_PATH.intersection(reason.code for reason in answer.model.reasons)
+    """Tell whether a server has a path for the model at all, as far as is known, and the model something to fuse."""
+    reasons = {reason.code for reason in answer.model.reasons}
+    return answer.model.outcome is not Outcome.UNKNOWN and not NO_PATH & reasons and reasons != {"no-shared-expert"}
 
 
 def _offer(decision: Decision, targets: tuple[AnyTarget, ...], source: Checkpoint, command: str) -> Offer:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fse_convert.errors import InvalidCheckpoint, NotConvertible
+from fse_convert.plan.advice import Plans
 from fse_convert.plan.costs import padding
+from fse_convert.plan.plan import Options
 from fse_convert.plan.widths import stored_widths
 from fse_convert.servers.sharding import ENGINES, Load, Slices, slices, smallest_width
 from fse_convert.servers.subject import Subject
@@ -26,7 +28,7 @@ class Ranks:
     """What servers make of a checkpoint's experts on ``tp`` ranks.
 
     ``width`` and ``needed``: of one expert as it is, and the smallest at which every rank holds whole blocks. ``bytes``: by which
-    padding to it grows the checkpoint. ``command``: does that; empty where nothing need be done, or it cannot be.
+    padding to it grows the checkpoint. ``command``: does that; empty where nothing need be done, or a conversion would refuse.
     """
 
     tp: int
@@ -47,13 +49,13 @@ class Ranks:
                 said.append(f"{SAID[s.load]} {whose} experts, {s.rank}{even} wide per rank{why if s.multiple > 1 else ''}")
             if said:
                 yield f"TP {self.tp}: {engine} {'; '.join(said)}.", ""
-        if self.command:
+        if self.needed != self.width:
             work = f"{size(self.bytes)} more on disk, {100 * (self.needed / self.width - 1):.0f} % more expert arithmetic"
             yield f"TP {self.tp}: {self.needed} is the smallest width that all ranks hold in whole blocks: {work}.", self.command
 
 
-def ranks(checkpoint: Subject, tp: int, place: str) -> Ranks | None:
-    """Work it out for ``tp`` ranks; None for one rank, and for experts without one width."""
+def ranks(checkpoint: Subject, plans: Plans, tp: int, place: str) -> Ranks | None:
+    """Work it out for ``tp`` ranks; None for one rank, and for experts without one width. ``place``: the checkpoint's path."""
     description = checkpoint.description
     if tp == 1 or description.problems:
         return None
@@ -62,11 +64,12 @@ def ranks(checkpoint: Subject, tp: int, place: str) -> Ranks | None:
     except (InvalidCheckpoint, NotConvertible):
         return None
     needed = smallest_width(checkpoint, width, n_shared, tp)
+    pads = needed != width and plans(Options(None, tp=tp))
     return Ranks(
         tp=tp,
         slices=tuple(s for engine in ENGINES for s in slices(checkpoint, engine, tp)),
         width=width,
         needed=needed,
         bytes=padding(description, needed).disk,
-        command=f"fse-convert {shlex.quote(place)} OUT --tp {tp}" if needed != width else "",
+        command=f"fse-convert {shlex.quote(place)} OUT --tp {tp}" if pads else "",
     )

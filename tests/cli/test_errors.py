@@ -140,6 +140,8 @@ def test_a_model_without_shared_experts(source: Make, tmp_path: Path, run: Run) 
     drop(root, *(f"{SHARED}.{w}.{part}" for w in ("w1", "w2", "w3") for part in ("weight", "scale")))
     status, _, err = run(root, tmp_path / "out")
     assert (status, "error[no-shared-experts]" in err) == (3, True)
+    assert "--tp N without --target pads for tensor parallelism alone" in err
+    assert run(root, tmp_path / "out", "--tp", 2)[0] == 0
 
 
 def test_layers_of_different_widths(source: Make, tmp_path: Path, run: Run) -> None:

@@ -25,9 +25,18 @@ def of_scale(scale: Tensor) -> Tensor:
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Codes [N, K/2], uint8, two to a byte, the even column in the low nibble; scales [N, K/32], as E8M0 or by their values."""
+    """Codes [N, K/2], uint8, two to a byte, the even column in the low nibble; scales [N, K/32], as E8M0 or by their values.
+
+    The last group may be partial.
+    """
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    return E2M1[codes.to(torch.int64)] * of_scale(scale).repeat_interleave(32, dim=-1)
+    return E2M1[codes.to(torch.int64)] * of_scale(scale).repeat_interleave(32, dim=-1)[..., : codes.shape[-1]]
+
+
+def nvfp4(packed: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
+    """Codes as those of MXFP4; E4M3 scales [N, K/16], and one of the whole matrix."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return E2M1[codes.to(torch.int64)] * scale.to(torch.float64).repeat_interleave(16, dim=-1) * whole.to(torch.float64)
 
 
 def block_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

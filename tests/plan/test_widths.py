@@ -1,0 +1,125 @@
+"""The width of one expert: what tensor parallelism alone asks for, whose rule counts, and what a target adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fse_convert.errors import InvalidCheckpoint
+from fse_convert.plan.decide import decide
+from fse_convert.plan.plan import Decision, Options
+from fse_convert.plan.source import Source, describe_source
+from fse_convert.plan.widths import needed_width, stored_widths
+from fse_convert.servers.judge import find_any
+from fse_convert.servers.verdict import Outcome
+from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, expert
+
+HIDDEN = 512
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+NO_TARGET = Options(None)
+
+
+def minimax(store: str, width: int, **config: Any) -> Source:
+    """MiniMax-M2, which has no shared experts: one layer of one expert."""
+    tensors = expert("model.layers.0.block_sparse_moe.experts.0", store, width, HIDDEN, W)
+    config = {"intermediate_size": width, "num_local_experts": 1, **config}
+    return describe_source(checkpoint({"model_type": "minimax_m2", "num_hidden_layers": 1, **config}, tensors))
+
+
+def glm(routed: str, shared: str, width: int, n_shared: int = 1, **config: Any) -> Source:
+    """GLM-4-MoE: one layer of one routed expert, and a shared MLP of some."""
+    tensors: Tensors = expert("model.layers.0.mlp.experts.0", routed, width, HIDDEN, PROJ)
+    tensors |= expert("model.layers.0.mlp.shared_experts", shared, n_shared * width, HIDDEN, PROJ)
+    config = {"moe_intermediate_size": width, "n_routed_experts": 1, "n_shared_experts": n_shared, **config}
+    return describe_source(checkpoint({"model_type": "glm4_moe", "num_hidden_layers": 1, **config}, tensors))
+
+
+def width(source: Source, options: Options) -> int:
+    stored, n_shared = stored_widths(source.description)
+    decided = decide(source, replace(options, allow_unfused=True)).width
+    assert needed_width(source.subject, options, stored, n_shared) == decided
+    return decided
+
+
+def padded(decision: Decision) -> tuple[int, int, int]:
+    return decision.source_width, decision.main_width, decision.width
+
+
+@pytest.mark.parametrize(
+    ("source", "by_ranks"),
+    [
+        (minimax("bf16", 1536), {1: 1536, 2: 1536, 8: 1536, 16: 1536, 5: 1540}),
+        (minimax("fp8-128-f32", 1536, quantization_config=FP8), {1: 1536, 2: 1536, 4: 1536, 8: 2048, 16: 2048}),
+        (minimax("fp8-32", 1536), {8: 1536, 16: 1536, 32: 2048}),
+        (minimax("mxfp4", 640), {4: 640, 8: 768, 16: 1024}),
+        (minimax("nvfp4", 1856), {4: 1856, 8: 1920, 16: 2048}),
+        (minimax("mxfp8", 1856), {2: 1856, 4: 1920, 8: 2048}),
+        (minimax("fp8-tensor", 1408), {8: 1408, 16: 1408}),
+        (glm("bf16", "fp8-128-f32", 384, 2, quantization_config=FP8), {2: 384, 4: 512, 8: 512}),
+        (glm("mxfp4", "bf16", 384), {2: 384, 4: 384, 8: 512}),
+    ],
+    ids=lambda x: next(iter(x.description.layers)).routed.label if isinstance(x, Source) else None,
+)
+def test_without_a_target_the_ranks_alone_decide(source: Source, by_ranks: dict[int, int]) -> None:
+    assert {tp: width(source, replace(NO_TARGET, tp=tp)) for tp in by_ranks} == by_ranks
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (None, 2048),  # SGLang checks FP4 experts against the config's FP8 block of 128, vLLM does not
+        ("vllm-0.33-aiter", 1536),
+        ("sglang-0.5.23-slots", 2048),
+        ("atom", 2048),  # a server whose rules are not known: those of all
+        ("megamoe-512", 2048),
+        ("megamoe-128", 2048),
+        ("vllm-0.33", 1536),
+        ("sglang-0.5.23", 2048),
+    ],
+)
+def test_the_rule_is_that_of_the_server_that_is_named(target: str | None, expected: int) -> None:
+    source = glm("mxfp4", "bf16", 1536, quantization_config=FP8)
+    options = Options(find_any(target) if target else None, tp=8)
+    assert width(source, options) == expected
+
+
+def test_a_target_adds_what_its_contract_asks_for() -> None:
+    source = glm("mxfp4", "fp8-32", 384)
+    assert width(source, replace(NO_TARGET, tp=2)) == 384
+    assert width(source, Options(find_any("megamoe-512"), tp=2)) == 512
+    assert width(source, Options(find_any("megamoe-128"), tp=2)) == 384
+
+
+def test_a_width_that_is_right_changes_nothing() -> None:
+    decision = decide(minimax("fp8-128-f32", 2048, quantization_config=FP8), Options(None, tp=8))
+    assert padded(decision) == (2048, 2048, 2048)
+    assert (decision.config_edits, decision.changes) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("source", "edited", "n_shared"),
+    [
+        (minimax("fp8-128-f32", 1536, quantization_config=FP8), {"intermediate_size": (1536, 2048)}, 0),
+        (glm("fp8-128-f32", "fp8-128-f32", 1536, 2, quantization_config=FP8), {"moe_intermediate_size": (1536, 2048)}, 2),
+    ],
+    ids=["routed only", "two shared"],
+)
+def test_all_experts_are_padded_and_their_keys_edited(source: Source, edited: dict[str, tuple[int, int]], n_shared: int) -> None:
+    decision = decide(source, Options(None, tp=8))
+    assert padded(decision) == (1536, 2048, 2048)
+    assert {e.key: (e.old, e.new) for e in decision.config_edits} == edited
+    assert decision.n_shared == n_shared
+    assert {v.verdict.outcome for v in decision.verdicts} == {Outcome.UNKNOWN}, "nothing is said of fusion"
+    assert {r.code for v in decision.verdicts for r in v.verdict.reasons} == {"not-judged"}
+
+
+@pytest.mark.parametrize("name", ["megamoe-512", "vllm-0.33", "vllm-0.33-aiter", "sglang-0.5.23-slots"])
+def test_a_target_needs_shared_experts(name: str) -> None:
+    with pytest.raises(InvalidCheckpoint) as e:
+        decide(minimax("mxfp4", 640), Options(find_any(name), tp=8, allow_unfused=True))
+    (problem,) = e.value.problems
+    assert (problem.code, problem.where) == ("no-shared-experts", "memory")
+    assert "there is nothing to fuse" in problem.message
+    assert problem.hint == "--tp N without --target pads for tensor parallelism alone"
