@@ -101,7 +101,15 @@ def test_the_workload_adds_up(recipe: Recipe, changed: Changed) -> None:
     check = Check(out, root)
     events: list[Event] = []
     verify(check, events.append)
-    assert check.workload() == (sum(e.bytes for e in events if not e.done), sum(e.done for e in events))
+    for work in check.workload():
+        found = [e for e in events if e.phase is work.phase]
+        assert (work.bytes, work.count) == (sum(e.bytes for e in found if not e.done), sum(e.done for e in found))
+
+
+def test_how_many_experts_is_not_known_before_they_were_computed(changed: Changed, tmp_path: Path, run: Run) -> None:
+    root, _ = changed(ROUTED)
+    assert run(root, tmp_path / "out", *ROUTED.options, "--verify", "storage", "-q")[0] == 0
+    assert [work.count for work in Check(tmp_path / "out", root).workload()] == [len(load(tmp_path / "out")["files"]), 0]
 
 
 def test_experts_that_are_computed(changed: Changed) -> None:
