@@ -1,4 +1,4 @@
-"""Experts padded by `--tp N`, cut by the servers' own loaders: every rank's slices mean the source's columns, and zeros behind them.
+"""Experts padded by `--tp N`, cut by the servers' own loaders: every rank's slices mean the source's columns, then zeros.
 
 The loaders of routed experts and of linear layers of vLLM 0.33 and SGLang 0.5.23 run on a CPU; the numbers are worked out here.
 """

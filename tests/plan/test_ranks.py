@@ -1,4 +1,4 @@
-"""Answers about tensor parallelism: a sentence per server, the width that all take with its price, and a command only where it runs."""
+"""Answers about tensor parallelism: a sentence per server, the width that all take, its price, a command only where it runs."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def lines(found: Ranks | None) -> list[tuple[str, str]]:
 
 def test_a_width_that_no_server_cuts_into_whole_blocks() -> None:
     matrix = 512 * HIDDEN + 4 * 4 * 4  # 512 channels more: E4M3, and an F32 scale per 128x128
+    finer = "TP 8: vLLM makes scale blocks finer while loading, which only some of its kernels take, for routed experts"
+    smallest = "TP 8: 2048 is the smallest width that all ranks hold in whole blocks"
     assert lines(minimax("fp8-128-f32", 1536, quantization_config=FP8)) == [
         (
-            "TP 8: vLLM makes scale blocks finer while loading, which only some of its kernels take, for routed experts,"
-            " 192 wide per rank, not whole blocks of 128.",
+            f"{finer}, 192 wide per rank, not whole blocks of 128.",
             "",
         ),
         ("TP 8: SGLang refuses routed experts, 192 wide per rank, not whole blocks of 128.", ""),
         (
-            f"TP 8: 2048 is the smallest width that all ranks hold in whole blocks: {2 * 3 * matrix} bytes more on disk,"
-            " 33 % more expert arithmetic.",
+            f"{smallest}: {2 * 3 * matrix} bytes more on disk, 33 % more expert arithmetic.",
             "fse-convert 'my model' OUT --tp 8",
         ),
     ]

@@ -3,8 +3,9 @@
     python ranks_driver.py (vLLM|SGLang) IN.safetensors OUT.safetensors
 
 IN: ``CASE/TP/PROJECTION/PART``: matrices as bytes or floats, PROJECTION w1 (gate), w3 (up) or w2 (down). OUT: what rank RANK of TP
-holds, ``LOADER/CASE/TP/PROJECTION/PART/RANK``, with LOADER ``routed`` or ``shared``, without what a loader refuses; the version is printed. No layer is built:
-parameters are as large as both servers make them, and a stand-in tells the loaders which rank they are on.
+holds, ``LOADER/CASE/TP/PROJECTION/PART/RANK``, with LOADER ``routed`` or ``shared``, without what a loader refuses; the version is
+printed. No layer is built: parameters are as large as both servers make them, and a stand-in tells the loaders which rank they are
+on.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def by_vllm():
 
     def shared(held, stored, projection, dim, rank, tp):
         with (
-            mock.patch.object(parameter, "get_tensor_model_parallel_rank", lambda: rank),
-            mock.patch.object(parameter, "get_tensor_model_parallel_world_size", lambda: tp),
+            mock.patch.object(parameter, "get_tensor_model_parallel_rank", return_value=rank),
+            mock.patch.object(parameter, "get_tensor_model_parallel_world_size", return_value=tp),
         ):
             loaded = parameter.ModelWeightParameter(data=held, input_dim=1, output_dim=0, weight_loader=lambda *_: None)
         if projection == "w2":
