@@ -10,6 +10,7 @@ on.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -51,10 +52,10 @@ def by_vllm():
 
 
 def by_sglang():
+    importlib.import_module("tests.peers.drivers.sglang_host")  # stands in for compiled operators, before SGLang is imported
+
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.parameter import ModelWeightParameter
-
-    from tests.peers.drivers import sglang_host  # noqa: F401  (stands in for compiled operators, before SGLang is imported)
 
     def routed(held, stored, projection, dim, rank, tp):
         layer = SimpleNamespace(
