@@ -128,7 +128,8 @@ def _without_false_yes(
     else:
         return answer
     withdrawn = (Outcome.FUSED, Outcome.UNSAFE) if broken else (Outcome.FUSED,)
-    model = doubt if answer.model.outcome in withdrawn or (broken and not answer.layers) else answer.model
+    hidden = doubt.outcome is Outcome.UNSAFE and answer.model.outcome is Outcome.UNFUSED and any(v.fused for v in answer.layers)
+    model = doubt if answer.model.outcome in withdrawn or (broken and not answer.layers) or hidden else answer.model
     return replace(answer, model=model, layers=tuple(doubt if v.outcome in withdrawn else v for v in answer.layers))
 
 

@@ -125,11 +125,16 @@ def convert(
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import conversion_record, dump, plan_record
     from fse_convert.servers.judge import find_any
+    from fse_convert.servers.targets import CONTRACT
 
     _check_parts(part, ray, restart=restart)
     named = ctx.get_parameter_source("target") is not click.core.ParameterSource.DEFAULT
+    target_row = find_any(target) if named or not (routed or shared or heal or tp > 1) else None
+    if target_row and target_row.engine == CONTRACT and (routed or shared or heal):
+        message = "a kernel contract is about widths; a change of format is made for a server, or for none"
+        raise UsageError(Problem("contract-format", message, "--target", "name a server, or leave --target out"))
     options = Options(
-        target=find_any(target) if named or not (routed or shared or heal or tp > 1) else None,
+        target=target_row,
         experts=Experts(experts),
         tp=tp,
         allow_unfused=allow_unfused,

@@ -10,7 +10,7 @@ from typing import Any
 from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR_INDEX
-from fse_convert.conversion.nan_scan import expert_codes, scans
+from fse_convert.conversion.nan_scan import copied_scans, expert_codes, scans
 from fse_convert.output.copying import SHARED, Link, carry
 from fse_convert.output.digests import Scan
 from fse_convert.output.jobs import Job
@@ -30,10 +30,11 @@ def shard_jobs(plan: Plan, link: Link, way: str) -> list[Job]:
     codes = expert_codes(plan.source.description)
     # Copies first: torch, which writing needs, is still being imported.
     carried = [_carry(s, plan.source.folder, link, way, scans(s.source, codes)) for s in plan.shards if s.source and s.carried]
-    return carried + [_write(s, plan) for s in (*plan.shards, *plan.sidecar, *plan.originals) if not s.carried]
+    written = (s for s in (*plan.shards, *plan.sidecar, *plan.originals) if not s.carried)
+    return carried + [_write(s, plan, copied_scans(s, codes)) for s in written]
 
 
-def _write(shard: OutputShard, plan: Plan) -> Job:
+def _write(shard: OutputShard, plan: Plan, scanned: tuple[Scan, ...]) -> Job:
     def write(path: Path, advance: Advance) -> str:
         with one_torch_thread():
             from fse_convert.conversion.source_rows import open_reader
@@ -43,7 +44,7 @@ def _write(shard: OutputShard, plan: Plan) -> Job:
                 write_shard(shard, reader, path, advance)
         return "rewritten" if shard.source else "kernel layout" if shard.kernel_tensors else "originals kept"
 
-    return Job(name=shard.name, size=shard.size, room=shard.size, write=write)
+    return Job(name=shard.name, size=shard.size, room=shard.size, write=write, scans=scanned)
 
 
 def _carry(shard: OutputShard, folder: LocalFolder, link: Link, way: str, scanned: tuple[Scan, ...]) -> Job:

@@ -1,6 +1,6 @@
 """NaN codes in shards that are carried over: bytes of an expert's FP8 weight or E8M0 scale that would be a NaN.
 
-What is rewritten is scanned on the way. What is carried over is read back once for its digest anyway.
+What is computed is scanned on the way. What is carried over, or copied into a rewritten shard, is read back for its digest anyway.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NoReturn
 
+from fse_convert.checkpoint.header import Header, TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.model.description import Description
 from fse_convert.model.formats import NAN_BYTES
 from fse_convert.output.digests import Scan
+from fse_convert.plan.tensors import Copied, OutputShard
 
 DAMAGED = "the checkpoint is damaged: compare its checksum"
 
@@ -47,6 +49,17 @@ def scans(shard: Shard, codes: Mapping[str, tuple[int, ...]]) -> tuple[Scan, ...
         else:
             found.append(Scan(start, end, wanted, refuse))
     return tuple(found)
+
+
+def copied_scans(shard: OutputShard, codes: Mapping[str, tuple[int, ...]]) -> tuple[Scan, ...]:
+    """List what to look for in the tensors of a rewritten shard that are copied: nothing computes with them on the way."""
+    copied = ((t, t.change.source.name) for t in shard.tensors if isinstance(t.change, Copied))
+    wanted = {t.name: codes[source] for t, source in copied if source in codes}
+    if not wanted:
+        return ()
+    tensors = tuple(TensorInfo(t.name, shard.name, t.dtype, t.shape, t.start, t.end) for t in shard.tensors)
+    header = Header(tensors, shard.metadata, len(shard.header), shard.payload)
+    return scans(Shard(shard.name, shard.size, header), wanted)
 
 
 def _refuse(shard: Shard, offset: int) -> NoReturn:

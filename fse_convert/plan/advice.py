@@ -67,7 +67,7 @@ def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int
     if not checkpoint.description.problems and not any(d.shared for d in checkpoint.description.layers):
         return Advice((NOTHING_TO_FUSE,))
     decoder = [i for i, d in enumerate(checkpoint.description.layers) if d.layer.kind is LayerKind.DECODER]
-    sentences = [f"{TOPICS[q]}: {_answer(rows, decoder)}" for q, rows in asked.items() if rows]
+    sentences = [f"{TOPICS[q]}: {said_of(rows, decoder)}" for q, rows in asked.items() if rows]
     native = {a.name: a for a in asked[Question.NATIVE]}
     rows = [t for t in TARGETS if t.name in native]
     fused = [t for t in rows if native[t.name].fused]
@@ -95,7 +95,7 @@ def conversion_command(place: str, target: str, *options: str) -> str:
     return " ".join(["fse-convert", shlex.quote(place), shlex.quote(out), "--target", target, *options])
 
 
-def _answer(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
+def said_of(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
     """Say who fuses a checkpoint, else why the newest release of the first server does not, and whom not to serve it with.
 
     ``decoder``: where the verdicts of decoder layers stand in an answer's.

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 from fse_convert.errors import Problem
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import releases
+from fse_convert.plan.advice import TOPICS, releases, said_of
 from fse_convert.plan.changes.search import misfit
 from fse_convert.plan.costs import Serving, padding, uneven
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.widths import needed_width
-from fse_convert.servers.judge import judge, native_layer
+from fse_convert.servers.judge import Question, answer, judge, native_layer
 from fse_convert.servers.targets import CONTRACT, MEGAMOE_128, TARGETS, Target, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole
 
@@ -25,7 +25,8 @@ def notes(plan: Plan, *, size: Callable[[float], str]) -> list[Problem]:
     own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size), refusal(plan), _drafter(plan),
            _served(plan))  # fmt: skip
     found = [n for n in own if n]
-    return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *found, *config_notes(plan), *_stale(plan)]
+    about = (*found, *_requantised(plan), *config_notes(plan), *_stale(plan))
+    return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *about]
 
 
 def padding_cost(plan: Plan, size: Callable[[float], str]) -> str:
@@ -122,21 +123,25 @@ def _drafter(plan: Plan) -> Problem | None:
 
 
 def _served(plan: Plan) -> Problem | None:
-    """Say which servers fuse the output, where none was named and there is something to fuse."""
-    if plan.options.target or not any(v.layer.shared for v in plan.decision.verdicts):
+    """Say which servers fuse the output, where a change of format was asked for and no server was named."""
+    if plan.options.target or not plan.decision.changes:
         return None
-    answers = [a for a in judge(plan.decision.after.subject) if a.engine != CONTRACT]
-    said = [
-        f"{releases(chosen, answers)} {does}"
-        for chosen, does in (
-            ([a for a in answers if a.fused], "fuse the output"),
-            ([a for a in answers if a.model.outcome is Outcome.UNSAFE], "would fail to load it or compute wrong numbers"),
-        )
-        if chosen
+    after = plan.decision.after
+    decoder = [i for i, d in enumerate(after.description.layers) if d.layer.kind is LayerKind.DECODER]
+    answers = [
+        a
+        for a in judge(after.subject)
+        if a.engine != CONTRACT and a.model.outcome in (Outcome.FUSED, Outcome.UNFUSED, Outcome.UNSAFE)
     ]
-    hints = dict.fromkeys(r.hint for a in answers if a.model.outcome is Outcome.UNSAFE for r in a.model.reasons if r.hint)
-    ways = f": {'; or '.join(hints)}" if hints else ""
-    return Problem("output-served", ("; ".join(said) or "no server that is known fuses the output") + ways)
+    said = [f"{TOPICS[q]}: {said_of(rows, decoder)}" for q in Question if (rows := [a for a in answers if a.question is q])]
+    return Problem("output-served", f"of the output: {' '.join(said) or 'no server that is known fuses it.'}")
+
+
+def _requantised(plan: Plan) -> Iterator[Problem]:
+    """Note where the server that was named does not compute with the output's own values."""
+    target = plan.options.server
+    if target and not isinstance(target, Target):
+        yield from answer(plan.decision.after.subject, target).notes
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:

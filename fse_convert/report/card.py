@@ -47,6 +47,7 @@ def card(published: Published) -> str:
         title=f"{target.engine} {target.release}" if target else "",
         command=serve_command(target, place, manifest.model.model_type, fse=manifest.contract is not None) if target else "",
         alone=_alone(manifest),
+        restorable=manifest.arguments.drop_originals is not True,
     )
 
 
@@ -69,6 +70,9 @@ def _changes(manifest: Manifest) -> Iterator[str]:
 def _level(record: Mapping[str, Any]) -> str:
     """Say what a level of the proof found, as the manifest has it."""
     status = str(record["status"]).replace("-", " ")
+    if status == "measured":
+        worst = max(figures["relative_l2"] for figures in record["matrices"].values())
+        return f"measured, not bit-equal: {len(record['matrices'])} matrices rounded, relative L2 at most {worst}"
     if status != "passed":
         return f"{status}: {record['reason']}"
     if "tensors" in record:

@@ -115,12 +115,21 @@ class ConversionRecord(Response, kw_only=True):
     shards: list[ShardRecord]
     sidecar: list[SidecarRecord]
     config_edits: Sequence[ConfigEdit]
+    changes: list[ChangeRecord]
     server: ServerRecord | None
     notes: list[NoteRecord]
     needs: EstimateRecord | UnsetType = UNSET
     files: dict[str, str] | UnsetType = UNSET
     bytes: dict[str, int] | UnsetType = UNSET
     proof: ProofRecord | UnsetType | None = UNSET
+
+
+class ChangeRecord(Record):
+    """One change of format; it may edit config.json, too."""
+
+    name: str
+    does: str
+    lossless: bool
 
 
 class LayerRecord(Record):
@@ -196,6 +205,7 @@ def plan_record(plan: Plan, **done: Any) -> ConversionRecord:
             for s in plan.shards
         ],
         sidecar=[fill(SidecarRecord, s, tensors=len(s.kernel_tensors) or len(s.tensors)) for s in (*plan.sidecar, *plan.originals)],
+        changes=[fill(ChangeRecord, change) for change in decision.changes],
         server=options.server and fill(ServerRecord, decision.server, target=options.server.name, fused_layers=fused),
         notes=notes(plan, size=size),
         **done,

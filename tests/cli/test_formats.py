@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from fse_convert.testing.patch import poke
+
 Run = Callable[..., tuple[int, str, str]]
 Make = Callable[..., Path]
 Digest = Callable[[Path], dict[str, str]]
@@ -100,10 +102,15 @@ def test_a_change_that_does_not_fit_says_why(
 def test_a_change_by_name_says_who_fuses_the_output(made: Make, tmp_path: Path, run: Run) -> None:
     code, _, err = run(made("v4-flash", width=256), tmp_path / "out", "--routed", "fp8", "--dry-run")
     assert code == 0
-    assert "note[output-served]: SGLang >= 0.5.20 (slots) and ATOM fuse the output" in err
+    assert "note[output-served]: of the output: " in err
+    assert "vLLM ROCm >= 0.30" in err
+    assert "fuse its decoder layers, and not the drafter" in err
+    assert "Slots: SGLang >= 0.5.20 and ATOM fuse this checkpoint as is" in err
     assert "note[fp8-fits]: the scales of all " in err
     code, out, _ = run(made("v4-flash", width=256), tmp_path / "out", "--routed", "fp8", "--dry-run", "--json")
     assert json.loads(out)["target"] is None
+    (change,) = json.loads(out)["changes"]
+    assert (change["name"], change["lossless"]) == ("routed-fp8", True)
 
 
 def test_defects_are_mended_for_no_server_in_particular(made: Make, tmp_path: Path, run: Run, digest: Digest) -> None:
@@ -124,6 +131,44 @@ def test_two_recodings_exclude_each_other(made: Make, tmp_path: Path, run: Run) 
     code, _, err = run(made("v4-flash", width=256), tmp_path / "out", "--routed", "fp8", "--shared", "mxfp4", "--lossy")
     assert code == 3
     assert "error[changes-combined]" in err
+
+
+def test_a_contract_has_no_format(made: Make, tmp_path: Path, run: Run) -> None:
+    code, _, err = run(made("v4-flash", width=256), tmp_path / "out", "--routed", "fp8", "--target", "megamoe-128")
+    assert code == 2
+    assert "error[contract-format]" in err
+
+
+@pytest.mark.parametrize("name", ["layers.1.ffn.experts.1.w1.weight", "layers.0.ffn.shared_experts.w2.weight"])
+def test_a_nan_in_a_copied_expert_is_the_source_s_damage(name: str, source: Make, tmp_path: Path, run: Run) -> None:
+    root = source("v4-flash-fp8", width=256)
+    poke(root, name, 7, b"\x7f")
+    code, _, err = run(root, tmp_path / "out", "--heal")
+    assert code == 3
+    assert "error[nan]" in err
+    assert name in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("byte", [0, 255])
+def test_scales_that_f32_cannot_hold_are_told_by_a_dry_run(byte: int, source: Make, tmp_path: Path, run: Run) -> None:
+    root = source("v4-flash", width=256)
+    poke(root, "layers.0.ffn.shared_experts.w1.scale", 1, bytes([byte]))
+    code, _, err = run(root, tmp_path / "out", "--routed", "fp8", "--dry-run")
+    assert code == 3
+    assert f"error[{'nan' if byte else 'scale-range'}]" in err
+
+
+@pytest.mark.parametrize(
+    "options", [("--routed", "fp8"), ("--shared", "mxfp4", "--lossy"), ("--routed", "fp8", "--drop-originals")]
+)
+def test_a_card_says_what_was_changed(options: tuple[str, ...], made: Make, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    assert run(made("v4-flash", width=256), out, *options, "-q")[0] == 0
+    code, text, _ = run("card", out)
+    assert code == 0
+    assert ("measured, not bit-equal" in text) == ("--lossy" in options)
+    assert ("fse-convert restore" in text) == ("--drop-originals" not in options)
 
 
 def test_originals_may_be_left_out(made: Make, tmp_path: Path, run: Run) -> None:

@@ -55,7 +55,7 @@ def test_files_that_still_state_the_old_width_are_named(made: Made, tmp_path: Pa
     assert "width-beside" not in codes(run, made(layers=1), tmp_path / "out", "--experts", "shared")
 
 
-@pytest.mark.parametrize(("options", "code"), [([], "drafter-unsafe"), (["--lossy"], "drafter-unfused")])
+@pytest.mark.parametrize(("options", "code"), [([], "drafter-unsafe"), (["--shared", "mxfp4", "--lossy"], "drafter-unfused")])
 def test_a_drafter_that_does_not_fuse_is_told(options: list[str], code: str, made: Made, tmp_path: Path, run: Run) -> None:
     root = made("v4-flash", layers=2, width=256)
     found = codes(run, root, tmp_path / "out", "--target", "vllm-0.33-aiter", *options)
@@ -65,7 +65,13 @@ def test_a_drafter_that_does_not_fuse_is_told(options: list[str], code: str, mad
 
 def test_a_change_by_name_is_judged_by_all_servers(made: Made, tmp_path: Path, run: Run) -> None:
     found = codes(run, made("v4.1-flash", layers=1), tmp_path / "out", "--routed", "fp8")
-    assert "vLLM ROCm >= 0.30 and SGLang >= 0.5.21 (slots) would fail to load it or compute wrong" in found["output-served"]
+    assert "SGLang >= 0.5.21 would fail to load it" in found["output-served"]
+    assert "serve on CUDA with --moe-a2a-backend none" in found["output-served"]
     code, text, _ = run(made("v4.1-flash", layers=1), tmp_path / "out", "--routed", "fp8", "--dry-run", "--json")
     assert code == 0
     assert {reason["code"] for layer in json.loads(text)["layers"] for reason in layer["reasons"]} == {"not-judged"}
+
+
+def test_requantisation_at_load_is_told_by_a_conversion_too(made: Made, tmp_path: Path, run: Run) -> None:
+    found = codes(run, made("v4-flash", layers=1), tmp_path / "out", "--target", "sglang-0.5.23-slots")
+    assert "requantises the FP8 shared experts" in found["slot-requantised"]

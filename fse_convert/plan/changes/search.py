@@ -106,8 +106,8 @@ class Candidates:
 def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision:
     """Return the decision for the first list of changes after which the target fuses every decoder layer.
 
-    The drafter comes second: some servers cannot fuse it in any format. Without such a list, the decision or the error for what
-    was asked for.
+    A change that loses precision is made only where no other helps; then the drafter counts, which some servers cannot fuse in any
+    format. Without such a list, the decision or the error for what was asked for.
     """
     first: Decision | FseConvertError | None = None
     fitting: list[tuple[Decision, list[str]]] = []
@@ -116,6 +116,8 @@ def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision
         first = first or decision
         if not isinstance(decision, Decision) or (options.target and misfit(decision) > FITS):
             continue
+        if fitting and not _loses_nothing(decision):
+            break
         fitting.append((decision, names))
         if not options.target or misfit(decision) < FITS:
             break
@@ -125,6 +127,10 @@ def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision
     if isinstance(first, Decision):
         return first
     raise first or NotConvertible(Problem("no-change-helps", "no list of changes can be made"))
+
+
+def _loses_nothing(decision: Decision) -> bool:
+    return all(change.lossless for change in decision.changes)
 
 
 def misfit(decision: Decision) -> int:

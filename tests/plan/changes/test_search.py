@@ -33,13 +33,15 @@ def test_a_server_that_fuses_the_source_needs_no_change(small: Make) -> None:
     assert names(chosen(source, "vllm-0.33")) == []
 
 
-def test_what_loses_nothing_comes_first_and_the_drafter_decides_between_two(small: Make) -> None:
+def test_what_loses_nothing_comes_first_though_a_loss_is_permitted(small: Make) -> None:
     source = small("v4-flash")
-    assert names(exact := chosen(source, "vllm-0.33-aiter")) == ["routed-fp8"]
-    assert misfit(exact) == 2
-    assert names(rounded := chosen(source, "vllm-0.33-aiter", lossy=True)) == ["shared-mxfp4"]
+    for lossy in (False, True):
+        assert names(exact := chosen(source, "vllm-0.33-aiter", lossy=lossy)) == ["routed-fp8"]
+        assert misfit(exact) == 2
+        assert names(chosen(source, "atom", lossy=lossy)) == ["routed-fp8"]
+    assert names(rounded := chosen(source, "vllm-0.33-aiter", lossy=True, shared_mxfp4=True)) == ["shared-mxfp4"]
     assert misfit(rounded) == 1
-    assert names(chosen(source, "atom", lossy=True)) == ["routed-fp8"]
+    assert names(chosen(source, "vllm-0.29-aiter", lossy=True)) == ["shared-mxfp4"]
 
 
 def test_only_the_mends_that_a_target_needs_are_made(small: Make) -> None:
