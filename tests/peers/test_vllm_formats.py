@@ -83,7 +83,7 @@ REFUSED: list[tuple[Case, Sequence[str], str]] = [
     (AMD("v4", "mxfp4"), ["0.29", "0.30"], "AssertionError"),  # it builds every linear layer for FP8
     (AMD("v4", "mxfp4", "no-twins", draft="mtp"), ["0.31", "0.32"], "AssertionError"),
     (FSE("v4.1", "fp8"), ALL, "ValueError: FP8 MoE backend AITER does not support"),
-    (NVIDIA("v4", "fp8", "expert-dtype"), ALL, ""),
+    (NVIDIA("v4", "fp8", "expert-dtype"), ALL, "RuntimeError: The size of tensor a"),  # packed MXFP4 is half as wide
 ]
 ASKED = [
     *EXACT,
@@ -126,12 +126,10 @@ def load(work: Path, python: Path) -> Callable[[str, Case], dict[str, Any]]:
 
 def counts(case: Case, *, fused: bool = False) -> dict[str, int]:
     """How many matrices there are to compare: three of an expert, and those of attention that are FP8."""
-    layers = 3 if case.source == "v4.1" else LAYERS
-    layers = 1 if case.draft or case.source in {"kimi-k2", "glm-4.5"} else layers  # of those two, the first layer is dense
-    experts = EXPERTS
-    dense = {"v4": 5 * layers, "v4.1": 5 * layers}.get(case.source, 0)
-    if case.source == "v4.1":
-        experts, dense = (1, dense) if case.draft else (EXPERTS, dense + 1)  # an indexer
+    layers = 1 if case.draft else {"v4": LAYERS, "v4.1": 3, "kimi-k2": 1, "glm-4.5": 1}[case.source]  # those with experts
+    experts = 1 if case.draft == "dspark" else EXPERTS
+    dense = 5 * layers if case.source.startswith("v4") else 0
+    dense += case.source == "v4.1" and not case.draft  # its indexer
     return {"routed": 3 * experts * layers, "slot": 3 * layers * fused, "shared": 3 * layers * (not fused), "dense": dense}
 
 
