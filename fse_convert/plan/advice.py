@@ -91,6 +91,7 @@ def _command(gain: Gain, tp: int, place: str) -> str:
 def conversion_command(place: str, target: str, *options: str) -> str:
     """Return the command that converts a checkpoint into a new folder of the working directory, named like both."""
     name = place.rstrip("/").rpartition("/")[2].strip(".")
+    name = name.partition("@")[0] if place.startswith("hf://") else name
     out = f"{name}-{target}" if name else target
     return " ".join(["fse-convert", shlex.quote(place), shlex.quote(out), "--target", target, *options])
 
@@ -103,7 +104,9 @@ def said_of(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
     fused = [a for a in rows if a.fused]
     changed = [a for a in fused if REQUANTISED.intersection(n.code for n in a.notes)]
     some = (Outcome.UNFUSED, Outcome.UNSAFE)
-    partly = [a for a in rows if a.model.outcome in some and decoder and all(a.layers[i].fused for i in decoder)]
+    partly = [
+        a for a in rows if a.model.outcome in some and 0 < len(decoder) < len(a.layers) and all(a.layers[i].fused for i in decoder)
+    ]
     unsafe = [a for a in rows if a.model.outcome is Outcome.UNSAFE]
     said = [
         f"{releases(chosen, rows)} fuse{'s' if len(chosen) == 1 else ''} {what}."

@@ -141,7 +141,7 @@ def test_the_command_line_takes_the_endpoint_from_the_environment(hub: Hub) -> N
     assert done.returncode == ExitCode.OK, done.stderr
     found = json.loads(done.stdout)
     assert found["checkpoint"]["label"] == f"hf://{REPO}@{COMMIT}"
-    assert found["advice"]["command"].startswith(f"fse-convert hf://{REPO}@{COMMIT} OUT --target ")
+    assert found["advice"]["command"].startswith(f"fse-convert hf://{REPO}@{COMMIT} DeepSeek-V4.1-Flash-megamoe-512 --target ")
     assert found["family"] == "DeepSeek-V4"
     local = json.loads(_command(hub, "inspect", str(hub.root), "--json").stdout)
     assert found["targets"] == local["targets"]

@@ -109,8 +109,8 @@ def test_no_folder(place: str, hint: str, source: Make, tmp_path: Path, run: Run
     assert hint in err
 
 
-def test_only_inspect_reads_the_hub(tmp_path: Path, run: Run) -> None:
-    for line in (("hf://org/name", tmp_path / "out"), ("restore", "hf://org/name", tmp_path / "out"), ("verify", "hf://org/name")):
+def test_an_output_is_not_read_from_the_hub(tmp_path: Path, run: Run) -> None:
+    for line in (("restore", "hf://org/name", tmp_path / "out"), ("verify", "hf://org/name")):
         status, _, err = run(*line)
         assert status == 3
         assert "hf download org/name --local-dir" in err

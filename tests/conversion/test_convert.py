@@ -110,7 +110,7 @@ def test_experts_shared_leaves_the_shards_alone(made: Make, tmp_path: Path, run:
 @pytest.mark.parametrize(("kind", "tp", "width"), [("v4-flash", 6, 1536), ("v4.1-flash", 12, 1536), ("v4.1-flash", 16, 512)])
 def test_tp_makes_the_width_divide(kind: str, tp: int, width: int, made: Make, tmp_path: Path, run: Run) -> None:
     root, out = made(kind), tmp_path / "out"
-    assert run(root, out, "--tp", tp)[0] == 0
+    assert run(root, out, "--target", "megamoe-512", "--tp", tp)[0] == 0
     check_standard(root, out, 384, width)
     assert width % (tp * (128 if kind == "v4-flash" else 32)) == 0
 

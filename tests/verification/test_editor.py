@@ -155,7 +155,7 @@ def test_another_version_is_noted(out: Path, verify: Run) -> None:
 
 def test_wider_than_needed_is_told(root: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "wide"
-    assert run(root, out, "--tp", "3")[0] == 0
+    assert run(root, out, "--target", "megamoe-512", "--tp", "3")[0] == 0
     manifest = load(out)
     assert manifest["model"]["width"]["kernel"] == 1536
     manifest["arguments"]["tp"] = 1
