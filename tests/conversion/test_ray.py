@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import fse_convert
+
 pytest.importorskip("ray", reason="Ray has no build for this Python")
 pytestmark = pytest.mark.slow
 
@@ -79,8 +81,7 @@ def test_going_on_after_parts(
 
 
 def test_a_bad_shard_is_named_as_without(cluster: str, source: Callable[..., Path], tmp_path: Path) -> None:
-    import fse_convert
-from fse_convert.checkpoint.folder import LocalFolder
+    from fse_convert.checkpoint.folder import LocalFolder
     from fse_convert.checkpoint.reader import open_checkpoint
 
     folder = source(layers=4, shard_size=400_000)
