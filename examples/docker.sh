@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-run=("$docker" run --rm --network none --read-only --tmpfs /tmp --user "$(id -u):$(id -g)" --volume "$work:/work")
+run=("$docker" run --rm --network none --read-only --tmpfs /tmp --user "$(id -u):$(id -g)" --volume "$work:/data")
 "${run[@]}" "$image" --version -v
 "${run[@]}" --entrypoint python "$image" -m fse_convert.testing checkpoint --layers 2 --mtp 1 --experts 4 --hidden 512 --width 384
 "${run[@]}" "$image" checkpoint converted --target vllm-0.30

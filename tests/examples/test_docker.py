@@ -17,7 +17,7 @@ DOCKER = """#!/usr/bin/env bash
 entry=fse-convert
 while [ "$1" != image ]; do
   case $1 in
-    --volume) cd "${2%:/work}" ;;
+    --volume) cd "${2%:/data}" ;;
     --entrypoint) entry=$2 ;;
   esac
   shift
