@@ -205,6 +205,8 @@ def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart
         else:
             os.rename(staging.old, staging.out)
     if os.path.lexists(staging.out) and not staging.replace:  # it appeared while this run was planning
+        if {item.name for item in staging.root.iterdir()} == {LOCK}:  # this run made the folder
+            _remove(staging.root)
         raise _exists(staging.out)
     found = {} if fingerprint is None or restart else _journals(staging.root)
     for old, _ in found.values():

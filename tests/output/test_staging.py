@@ -125,6 +125,7 @@ def test_an_output_that_is_there_before_the_lock_is_not_replaced(tmp_path: Path)
     with pytest.raises(UsageError) as e, stage(tmp_path / "out"):
         pass
     assert e.value.problems[0].code == "output-exists"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_only_files_of_the_plan_stay(tmp_path: Path) -> None:
