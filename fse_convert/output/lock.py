@@ -19,6 +19,10 @@ from fse_convert.output.journal import JOURNAL
 
 LOCK = "lock"
 OUTPUT = "output"
+GONE = (errno.ENOENT, errno.ESTALE)
+"""What the system says of a path that another run removed; ESTALE is NFS's word for it."""
+TRIES = 100
+"""How often a lock is sought in a folder that other runs remove."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,30 +132,44 @@ def _check_ours(root: Path) -> None:
 def _names(root: Path) -> set[str]:
     try:
         return {p.name for p in root.iterdir()}
-    except FileNotFoundError:  # there is none, or a run that just finished removed it
-        return set()
+    except OSError as e:
+        if e.errno in GONE:  # there is none, or a run that just finished removed it
+            return set()
+        raise
 
 
 def _hold(root: Path, name: str, out: Path, kind: int, message: str) -> int:
     path = root / name
+    tries = 0
     while True:
-        root.mkdir(parents=True, exist_ok=True)
+        tries += 1
         try:
+            root.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as e:
-            if e.errno in (errno.ENOENT, errno.ESTALE):  # a run that just finished removed the folder; ESTALE is NFS's word for it
-                continue
-            raise
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+                _check_leads_to(path, fd)
+            except BaseException:
+                os.close(fd)
+                raise
         except BlockingIOError as e:
-            os.close(fd)
             hint = "wait for the other run, or give another output folder"
             raise Locked(Problem("locked", message, str(out), hint)) from e
-        except BaseException:
-            os.close(fd)
-            raise
-        with suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return fd
-        os.close(fd)
+        except OSError as e:
+            if e.errno not in GONE or tries == TRIES:
+                raise
+        else:
+            return fd
+
+
+def _check_leads_to(path: Path, fd: int) -> None:
+    """Raise FileNotFoundError unless a path leads to an open file.
+
+    It is opened once more, since NFS asks the server then, and answers `stat` from what it remembers.
+    """
+    again = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if not os.path.samestat(os.fstat(again), os.fstat(fd)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    finally:
+        os.close(again)
