@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from fse_convert.model.description import ExpertGroup
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.plan.source import describe_source
-from fse_convert.verification.addresses import GROUP, ONE, BlockScales, SourceLayout
+from fse_convert.plan.tensors import SharedExpert
+from fse_convert.sidecar.reader import read_shards, shard_names
+from fse_convert.verification.addresses import GROUP, ONE, BlockScales, KernelLayout, SourceLayout
 from fse_convert.verification.decode import Matrix, decode_mxfp4
-from fse_convert.verification.expected import ExpectedOutput, RecodedExpert
+from fse_convert.verification.expected import ExpectedOutput, RecodedExpert, kernel_tensors
 from fse_convert.verification.pieces import block_scales
 from fse_convert.verification.stream import InputFiles
 from fse_convert.verification.tensors import SourceTensors
@@ -74,27 +76,53 @@ Sides = tuple[StoredExpert, StoredExpert]
 """An expert in the output, and in the source."""
 
 
-@contextmanager
-def both_sides(expected: ExpectedOutput, out: LocalFolder) -> Iterator[Callable[[RecodedExpert], Sides]]:
-    """Give a function that finds an expert in the output, by the output's own headers, and in the source; it raises ValueError."""
-    source = expected.source
-    with InputFiles(out.root) as ours, InputFiles(source.folder.root) as theirs:
+class BothSides:
+    """Finds experts in an output, by the output's own headers, and in its source; ValueError for one that cannot be read."""
 
-        @lru_cache(maxsize=1)
-        def output() -> tuple[SourceTensors, dict[str, ExpertGroup]]:
-            opened = describe_source(read_checkpoint(out).checkpoint)
-            groups = {group.experts[0].name: group for d in opened.description.layers for group in d.groups}
-            return SourceTensors.of(opened.checkpoint, ours), groups
+    def __init__(self, expected: ExpectedOutput, out: LocalFolder, ours: InputFiles, theirs: InputFiles) -> None:
+        self.out = out
+        self.ours = ours
+        self.source = SourceTensors.of(expected.source.checkpoint, theirs)
 
-        def find(expert: RecodedExpert) -> Sides:
-            tensors, groups = output()
-            wanted, group = expert.group, groups.get(expert.group.experts[0].name)
-            if group is None or any(group.formats[role].shape != f.shape for role, f in wanted.formats.items()):
-                raise ValueError("the output's headers do not have it in a format that is understood")
-            of_source = SourceTensors.of(source.checkpoint, theirs)
-            return StoredExpert(group, expert.number, tensors), StoredExpert(wanted, expert.number, of_source)
+    @classmethod
+    @contextmanager
+    def open(cls, expected: ExpectedOutput, out: LocalFolder) -> Iterator[BothSides]:
+        """Open the files of both."""
+        with InputFiles(out.root) as ours, InputFiles(expected.source.folder.root) as theirs:
+            yield cls(expected, out, ours, theirs)
 
-        yield find
+    @cached_property
+    def _standard(self) -> tuple[SourceTensors, dict[str, ExpertGroup]]:
+        opened = describe_source(read_checkpoint(self.out).checkpoint)
+        groups = {group.experts[0].name: group for d in opened.description.layers for group in d.groups}
+        return SourceTensors.of(opened.checkpoint, self.ours), groups
+
+    @cached_property
+    def _kernel(self) -> SourceTensors:
+        shards = read_shards(self.out, shard_names(self.out))[0]
+        tensors = {t.name: t for s in shards for t in s.header.tensors}
+        return SourceTensors(self.ours, tensors, {s.name: s.header.data_start for s in shards})
+
+    def stored(self, expert: RecodedExpert) -> Sides:
+        """Find an expert in the standard layout."""
+        tensors, groups = self._standard
+        wanted, group = expert.group, groups.get(expert.group.experts[0].name)
+        if group is None or any(group.formats[role].shape != f.shape for role, f in wanted.formats.items()):
+            raise ValueError("the output's headers do not have it in a format that is understood")
+        return StoredExpert(group, expert.number, tensors), StoredExpert(wanted, expert.number, self.source)
+
+    def kernel(self, expert: SharedExpert) -> tuple[KernelLayout, SourceLayout]:
+        """Read a shared expert in the kernel layout; a tensor of another dtype or shape is not read."""
+        found, tensors = self._kernel, []
+        for want in kernel_tensors(expert):
+            info = found.tensors.get(want.name)
+            if info is None:
+                raise ValueError(f"no tensor {want.name}")
+            if (info.dtype, info.shape) != (want.dtype, want.shape):
+                raise ValueError(f"{want.name} is {info.dtype} {list(info.shape)}, expected {want.dtype} {list(want.shape)}")
+            raw = found.whole(info)
+            tensors.append(raw.view(torch.int32) if info.dtype == "I32" else raw)
+        return KernelLayout(*tensors), StoredExpert(expert.group, 0, self.source).fused()
 
 
 def _e4m3(stored: Tensor, f: Format) -> Tensor:

@@ -146,10 +146,7 @@ def check_kernel(
     source must give the same bytes, and the unpadded source the same output bits where the installed contract takes its width.
 
     What DeepGEMM raises (no nvcc for its JIT compiler, a rejected shape) makes the result ``not-run`` with that reason.
-    Raises ValueError when the width does not hold that many experts in multiples of 128.
     """
-    if shared < 1 or kernel.width % (128 * shared):
-        raise ValueError(f"width {kernel.width} does not hold {shared} experts in multiples of 128")
     probed, module = _locate()
     if probed.status == "unavailable":
         return KernelResult("not-run", probed.reason, {})
