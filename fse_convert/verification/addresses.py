@@ -9,9 +9,9 @@ Level 1 asks for any stored byte which byte of the source it must be, from physi
 * Byte ``o`` of a scale tensor over ``N`` rows: word ``w = o / 4``, physical row ``w % N``, K group ``4 (w / N) + o % 4``.
 * The scale of logical row ``r`` and group ``g`` (columns ``32 g`` to ``32 g + 31``) is the block ``(r / bm, 32 g / bk)``.
 
-Level 2 reads whole experts the other way, from logical rows to physical ones: `KernelLayout` by the kernel's addresses,
-`SourceLayout` by the checkpoint's blocks. The two, and level 1, share no arithmetic with each other, and none of them
-uses `fse_convert.layout`, the writer's own: a mistake on one side shows.
+Level 2 reads experts the other way, from logical rows to physical ones: `KernelLayout` by the kernel's addresses,
+`fse_convert.verification.experts.StoredExpert` by the checkpoint's blocks. The two, and level 1, share no arithmetic with each
+other, and none of them uses `fse_convert.layout`, the writer's own: a mistake on one side shows.
 
 Rules: sgl-deep-gemm 0.2.5, deep_gemm/mega/__init__.py and include/deep_gemm/impls/smxx_layout.cuh:181-189; vLLM 0.33,
 model_executor/layers/fused_moe/deep_gemm_mega_moe.py:572-606.
@@ -19,7 +19,7 @@ model_executor/layers/fused_moe/deep_gemm_mega_moe.py:572-606.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -150,52 +150,3 @@ def _scales_at(stored: Tensor, row: Tensor, groups: int) -> Tensor:
     g = torch.arange(groups, device=row.device)
     offset = 4 * ((g // 4) * stored.shape[1] + row[:, None]) + g % 4
     return stored.view(-1).view(torch.uint8)[offset]
-
-
-@dataclass(frozen=True)
-class SourceLayout:
-    """The shared expert as the source checkpoint holds it.
-
-    ``gate``, ``up`` uint8 ``[S, H]`` and ``down`` uint8 ``[H, S]`` are E4M3 codes; their scales are uint8 E8M0, one
-    per block of ``block`` = (rows, columns), the last block of an axis being partial (``[ceil, ceil]``). Raises
-    ValueError when the block's columns, ``H`` or ``S`` are not multiples of 32. Rule: vLLM 0.33,
-    model_executor/layers/fused_moe/deep_gemm_mega_moe.py, ``_pack_scale``.
-    """
-
-    gate: Tensor
-    gate_scale: Tensor
-    up: Tensor
-    up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
-    block: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        if self.block[1] % GROUP or self.width % GROUP or self.hidden % GROUP:
-            raise ValueError(f"{self.width}x{self.hidden} in blocks of {self.block}: channels come in multiples of {GROUP}")
-
-    @property
-    def hidden(self) -> int:
-        """Return H."""
-        return self.gate.shape[1]
-
-    @property
-    def width(self) -> int:
-        """Return S: the shared width before padding."""
-        return self.gate.shape[0]
-
-    def to(self, device: torch.device) -> SourceLayout:
-        """Move all six tensors."""
-        names = ("gate", "gate_scale", "up", "up_scale", "down", "down_scale")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
-
-    def rows(self, role: Role, start: int, stop: int) -> Rows:
-        """Return rows of gate, up or down."""
-        weight, scale = getattr(self, role.value), getattr(self, f"{role.value}_scale")
-        rows = torch.arange(start, stop, device=weight.device) // self.block[0]
-        columns = torch.arange(0, weight.shape[1], GROUP, device=weight.device) // self.block[1]
-        return weight[start:stop], scale[rows[:, None], columns]
-
-
-ExpertWeights = KernelLayout | SourceLayout
-"""What a computation reads: rows of gate and up ``[width, hidden]`` and of down ``[hidden, width]``."""

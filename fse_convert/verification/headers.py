@@ -104,8 +104,8 @@ def check_tensors(places: Places, shards: Iterable[Shard], findings: Findings) -
     mismatches = tensor_mismatches(shards, places)
     findings.add(*mismatches)
     wrong = {m.tensor for m in mismatches}
-    held = {s.name: {t.name: places[t.name][1].change for t in s.header.tensors if t.name not in wrong} for s in shards}
-    return {file: {n: c for n, c in changes.items() if not isinstance(c, Tripwire)} for file, changes in held.items()}
+    right = {name: t.change for name, (_, t) in places.items() if name not in wrong and not isinstance(t.change, Tripwire)}
+    return {s.name: {t.name: right[t.name] for t in s.header.tensors if t.name in right} for s in shards}
 
 
 def header_mismatches(out: Folder, shard: Shard, expected: bytes, *, as_is: bool = False) -> list[Mismatch]:

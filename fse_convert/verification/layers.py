@@ -10,16 +10,14 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.plan.tensors import SharedExpert
 from fse_convert.progress import Event, Observer, Phase, ignore
 from fse_convert.torch_threads import one_torch_thread
 from fse_convert.verification.expected import ExpectedOutput, RecodedExpert, swiglu_limit
-from fse_convert.verification.experts import BothSides
+from fse_convert.verification.experts import CPU, BothSides
 from fse_convert.verification.findings import (
     KERNEL_RAISED,
     NO_KERNEL,
@@ -34,9 +32,11 @@ from fse_convert.verification.kernel import KernelProbe, KernelResult, check_ker
 from fse_convert.verification.loss import ExpertLoss, measure_expert
 from fse_convert.verification.numerics import NumericsResult, check_numerics, sample_hidden_states
 
+if TYPE_CHECKING:
+    import torch
+
 AnyExpert = SharedExpert | RecodedExpert
 SomeExpert = TypeVar("SomeExpert", SharedExpert, RecodedExpert, AnyExpert)
-CPU = torch.device("cpu")
 WORKERS = max(1, min(4, os.cpu_count() or 1))
 """Layers computed at a time, at most."""
 BUDGET = 448 << 20
@@ -127,8 +127,7 @@ def check_layers(
                 if isinstance(expert, SharedExpert):
                     result = check_numerics(*sides.kernel(expert), x, limit)
                 elif expert.lossless:
-                    ours, theirs = sides.stored(expert)
-                    result = check_numerics(ours.fused(), theirs.fused(), x, limit)
+                    result = check_numerics(*sides.stored(expert), x, limit)
                 else:
                     return measure_expert(expert.name, sides.stored(expert), x, limit)
             except ValueError as e:

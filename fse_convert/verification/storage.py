@@ -198,10 +198,8 @@ def _inexact(source: Source, experts: Iterable[SharedExpert], findings: Findings
 
 def _without(experts: Collection[str], holds: Holds) -> Holds:
     """Leave out the kernel layout of some experts, by prefix."""
-    return {
-        file: {n: c for n, c in changes.items() if not (isinstance(c, Computed) and c.shared.prefix in experts)}
-        for file, changes in holds.items()
-    }
+    left_out = {n for held in holds.values() for n, c in held.items() if isinstance(c, Computed) and c.shared.prefix in experts}
+    return {file: {n: c for n, c in held.items() if n not in left_out} for file, held in holds.items()} if left_out else holds
 
 
 def _has_kernel_shape(expert: SharedExpert) -> bool:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fse_convert.layout import megamoe, padding, ue8m0
-from fse_convert.verification.addresses import KernelLayout, SourceLayout
+from fse_convert.verification.addresses import KernelLayout
 from tests.verification.recipes import KNOBS, Recipe
+from tests.verification.source_layout import SourceLayout
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fse_convert.layout import megamoe
-from fse_convert.verification.addresses import KernelLayout, SourceLayout
+from fse_convert.verification.addresses import KernelLayout
 from fse_convert.verification.kernel import KernelResult, check_kernel
 from fse_convert.verification.numerics import sample_hidden_states
+from tests.verification.source_layout import SourceLayout
 
 SM100, SM90 = ("NVIDIA B200", (10, 0)), ("NVIDIA H200", (9, 0))
 

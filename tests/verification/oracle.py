@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fse_convert.verification.addresses import SourceLayout
+    from tests.verification.source_layout import SourceLayout
 
 
 def e4m3(code: int) -> Fraction:
