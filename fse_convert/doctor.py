@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import fse_convert
-from fse_convert.errors import EnvironmentFailure, FseConvertError, environment, limits
+from fse_convert.errors import EnvironmentFailure, FseConvertError, environment, limits, size
 from fse_convert.output.copying import shares_blocks
 from fse_convert.output.staging import existing_home, free_space
 from fse_convert.servers.judge import ALL_TARGETS
@@ -68,10 +68,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def examine(place: Path, size: Callable[[float], str]) -> Iterator[Finding]:
+def examine(place: Path) -> Iterator[Finding]:
     """Yield what is here, and what it means for inspecting, converting, proving and serving.
 
-    ``place``: the folder in which an output would lie. ``size``: puts bytes into words.
+    ``place``: the folder in which an output would lie.
     """
     found = versions()
     gpu, rocm = _gpu()
@@ -84,7 +84,7 @@ def examine(place: Path, size: Callable[[float], str]) -> Iterator[Finding]:
         if name == "torch":
             yield gpu
     yield from (_plugin(*row) for row in PLUGINS)
-    yield from _place(place, size)
+    yield from _place(place)
 
 
 def _gpu() -> tuple[Finding, bool]:
@@ -131,7 +131,7 @@ def _plugin(name: str, group: str, allowed: str, use: str) -> Finding:
     return Finding(name, "yes", use)
 
 
-def _place(place: Path, size: Callable[[float], str]) -> Iterator[Finding]:
+def _place(place: Path) -> Iterator[Finding]:
     """Look at the file system on which an output would lie."""
     home = existing_home(place / "OUT")
     try:

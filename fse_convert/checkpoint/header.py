@@ -28,6 +28,8 @@ BITS: Mapping[str, int] = {
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 """Bits per element of every dtype that safetensors 0.8.0 knows."""
+E8M0_DTYPES = ("F8_E8M0", "U8")
+"""Dtypes that UE8M0 scales are stored in: under their own dtype, or as bytes (Quark, ModelOpt)."""
 
 
 class TensorInfo(NamedTuple):

@@ -21,7 +21,7 @@ from fse_convert.cli.options import (
     log_options,
     part_option,
 )
-from fse_convert.errors import ExitCode, Problem, UsageError, size
+from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.output.copying import Link
 from fse_convert.output.staging import Staging
 from fse_convert.plan.plan import Experts, Options
@@ -159,7 +159,7 @@ def convert(
     )
     job = Conversion(request)
     if not as_json:
-        for note in filter(None, (*notes(job.plan, size=size), None if part else job.fit_note())):
+        for note in filter(None, (*notes(job.plan), None if part else job.fit_note())):
             log.note(note)
     if dry_run:
         estimate = job.estimate()

@@ -8,7 +8,6 @@ import click
 
 from fse_convert.cli.app import cli
 from fse_convert.cli.options import FOLDER, json_option
-from fse_convert.errors import size
 
 
 @cli.command(examples=("fse-convert doctor", "fse-convert doctor /data/models", "fse-convert doctor --json"))
@@ -24,7 +23,7 @@ def doctor(path: Path, *, as_json: bool) -> None:
     from fse_convert.report.doctor import DoctorRecord, print_findings
     from fse_convert.report.records import dump
 
-    findings = list(examine(path, size))
+    findings = list(examine(path))
     if as_json:
         click.echo(dump(DoctorRecord(findings=findings)))
     else:

@@ -18,7 +18,7 @@ from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import ue8m0
 from fse_convert.layout.mxfp4 import Unencodable, refuse_where
 from fse_convert.layout.mxfp4_to_fp8 import block_scales, to_fp8
-from fse_convert.layout.sizes import ceil_div
+from fse_convert.layout.sizes import GROUP, ceil_div
 from fse_convert.layout.to_mxfp4 import from_floats, from_fp8
 from fse_convert.plan.tensors import Recoded, Rule, matrix
 
@@ -59,7 +59,7 @@ def _extent(change: Recoded) -> tuple[int, int, int]:
 
 def _block(change: Recoded) -> tuple[int, int]:
     """Return the rows and columns that share a scale; floats have none, and are coded group by group."""
-    return change.block or (1, ue8m0.GROUP)
+    return change.block or (1, GROUP)
 
 
 def _fp8(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:

@@ -168,7 +168,7 @@ class Conversion:
         """Say before any work whether experts can change their format exactly, as far as their scales tell."""
         if not self.plan.decision.changes:
             return None
-        from fse_convert.conversion.fit import fit_note
+        from fse_convert.conversion.exact_fp8 import fit_note
 
         with environment(self.request.source):
             return fit_note(self.plan)

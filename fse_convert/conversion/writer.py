@@ -19,6 +19,7 @@ from fse_convert.conversion.source_rows import CHUNK, SourceReader
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import megamoe, ue8m0
 from fse_convert.layout.padding import pad
+from fse_convert.layout.sizes import GROUP
 from fse_convert.model.formats import NaN
 from fse_convert.model.moe import Role
 from fse_convert.output.copying import copy_range, new_file, write_all, writing_back
@@ -96,7 +97,7 @@ def kernel_scale(shared: SharedExpert, role: Role, reader: SourceReader) -> Tens
     n, k = f.shape
     expanded = ue8m0.expand(e8m0_bytes(rows, info), n, k, *f.block)
     new_n, new_k = (n, shared.width) if role is Role.DOWN else (shared.width, k)
-    return pad(expanded, new_n, new_k // ue8m0.GROUP, bytes([ue8m0.ONE]))
+    return pad(expanded, new_n, new_k // GROUP, bytes([ue8m0.ONE]))
 
 
 def e8m0_bytes(rows: Tensor, info: TensorInfo) -> Tensor:

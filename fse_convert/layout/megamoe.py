@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fse_convert.layout.ue8m0 import GROUP
+from fse_convert.layout.sizes import GROUP
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ import torch
 from torch.nn.functional import pad
 
 from fse_convert.layout.mxfp4 import DOUBLED, SIGN, Unencodable, check_groups, refuse_where
-from fse_convert.layout.sizes import ceil_div
-from fse_convert.layout.ue8m0 import GROUP, NAN, expand
+from fse_convert.layout.sizes import GROUP, ceil_div
+from fse_convert.layout.ue8m0 import NAN, expand
 
 if TYPE_CHECKING:
     from torch import Tensor

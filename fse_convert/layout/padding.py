@@ -1,4 +1,4 @@
-"""Zero padding of 2-D byte tensors, and its inverse.
+"""Zero padding of 2-D byte tensors.
 
 Gate and up grow at the end of their rows, down at the end of its columns; weights get 0x00, scales the code of 1.0, so
 that a padded channel computes ``silu(0) * 0 = 0`` exactly and no NaN or sub-minimal scale can enter (vLLM #56568;
@@ -29,8 +29,3 @@ def pad(x_nb: Tensor, rows: int, row_bytes: int, fill: bytes) -> Tensor:
     out[:n, b:].view(n, (row_bytes - b) // len(fill), len(fill))[:] = element
     out[n:].view(rows - n, row_bytes // len(fill), len(fill))[:] = element
     return out
-
-
-def unpad(x_nb: Tensor, rows: int, row_bytes: int) -> Tensor:
-    """Undo `pad`: the first ``rows`` rows and ``row_bytes`` bytes of each."""
-    return x_nb[:rows, :row_bytes].contiguous()

@@ -1,6 +1,9 @@
-"""Integer arithmetic of blocks and alignments, without torch."""
+"""Sizes of groups, blocks and alignments, without torch."""
 
 from __future__ import annotations
+
+GROUP = 32
+"""Consecutive elements along K that share one scale, in MX formats and in the kernel (recipe (1, 1, 32))."""
 
 
 def ceil_div(a: int, b: int) -> int:

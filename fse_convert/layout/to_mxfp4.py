@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fse_convert.layout.mxfp4 import SIGN, check_groups, refuse_where
-from fse_convert.layout.ue8m0 import GROUP, NAN
+from fse_convert.layout.sizes import GROUP
+from fse_convert.layout.ue8m0 import NAN
 
 if TYPE_CHECKING:
     from torch import Tensor

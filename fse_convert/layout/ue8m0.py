@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fse_convert.layout.sizes import ceil_div
+from fse_convert.layout.sizes import GROUP, ceil_div
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP = 32
-"""Number of consecutive K elements that share one scale in the kernel (recipe (1, 1, 32))."""
 ONE = 0x7F
 NAN = 0xFF
 

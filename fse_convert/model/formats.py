@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
-from fse_convert.checkpoint.header import TensorInfo
+from fse_convert.checkpoint.header import E8M0_DTYPES, TensorInfo
 from fse_convert.errors import Problem
 from fse_convert.layout.sizes import ceil_div
 
@@ -21,8 +21,6 @@ WEIGHTS = ("weight", "weight_packed")
 SCALES = ("scale", "weight_scale", "weight_scale_inv")
 SCALARS = ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
 """Per-tensor factors: one number per projection, which padding leaves alone."""
-E8M0_DTYPES = ("F8_E8M0", "U8")
-"""Dtypes that UE8M0 scales are stored in: under their own dtype, or as bytes (Quark, ModelOpt)."""
 CEIL_BLOCKS = (16, 32, 64, 128, 256)
 """Block sizes considered when a scale's shape has a partial last block and the config names no block."""
 MXFP8_BLOCK = (1, 32)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from fse_convert.errors import Problem
+from fse_convert.errors import Problem, size
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import TOPICS, releases, said_of
 from fse_convert.plan.changes.search import misfit
@@ -20,16 +20,16 @@ EXAMPLE_EP = 8
 """Expert-parallel size for which costs per rank are shown: DeepSeek-V4.1 on one node of 8 GPUs."""
 
 
-def notes(plan: Plan, *, size: Callable[[float], str]) -> list[Problem]:
-    """Collect them. ``size``: how bytes are written."""
-    own = (_needless(plan, size), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan, size), refusal(plan), _drafter(plan),
+def notes(plan: Plan) -> list[Problem]:
+    """Collect them."""
+    own = (_needless(plan), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan), refusal(plan), _drafter(plan),
            _served(plan))  # fmt: skip
     found = [n for n in own if n]
     about = (*found, *_requantised(plan), *config_notes(plan), *_stale(plan))
     return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *about]
 
 
-def padding_cost(plan: Plan, size: Callable[[float], str]) -> str:
+def padding_cost(plan: Plan) -> str:
     """Say what padding costs: bytes on disk and per rank."""
     decision = plan.decision
     cost = padding(plan.source.description, decision.width)
@@ -47,7 +47,7 @@ def _source_verdict(plan: Plan, name: str) -> Verdict:
     return whole(tuple(native_layer(plan.source.subject, target, v.layer) for v in decision.verdicts))
 
 
-def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
+def _needless(plan: Plan) -> Problem | None:
     """Note when every server that fuses the padded output fuses the source too, unless --tp or the server asked for it."""
     decision = plan.decision
     narrow = find_target(MEGAMOE_128.name)
@@ -61,7 +61,7 @@ def _needless(plan: Plan, size: Callable[[float], str]) -> Problem | None:
     if narrowest != decision.source_width or wanted or not fusing:
         return None
     fuse = f"{releases(fusing, rows)} fuse the source as is: --target {narrow.name} pads nothing"
-    return Problem("padding-not-needed", f"{padding_cost(plan, size)} {fuse}")
+    return Problem("padding-not-needed", f"{padding_cost(plan)} {fuse}")
 
 
 def _fuses_nothing(plan: Plan) -> Problem | None:
@@ -84,7 +84,7 @@ def _beside(plan: Plan) -> Problem | None:
     return Problem("sidecar-only", message)
 
 
-def _nothing_to_pad(plan: Plan, size: Callable[[float], str]) -> Problem | None:
+def _nothing_to_pad(plan: Plan) -> Problem | None:
     decision = plan.decision
     if plan.rewritten or decision.width != decision.source_width or not decision.fused_layers or not plan.options.contract:
         return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fse_convert.checkpoint.reader import Checkpoint
+from fse_convert.errors import size
 from fse_convert.plan.advice import NO_PATH, Plans, conversion_command, releases, server_of
 from fse_convert.plan.changes.search import FITS, misfit
 from fse_convert.plan.plan import Decision, Options
@@ -48,11 +49,8 @@ class Offers:
     mends: tuple[str, ...] = ()
     heal: str = ""
 
-    def lines(self, size: Callable[[float], str]) -> Iterator[tuple[str, str]]:
-        """Yield a sentence and its command per offer, and a sentence about the servers that nothing helps.
-
-        ``size``: how bytes are written.
-        """
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield a sentence and its command per offer, and a sentence about the servers that nothing helps."""
         for offer in self.offers:
             lost = "lossless" if offer.lossless else "lossy"
             grows = f"{'+' if offer.bytes >= 0 else '-'}{size(abs(offer.bytes))}"

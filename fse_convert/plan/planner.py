@@ -18,7 +18,6 @@ from fse_convert.plan.tensors import (
     Computed,
     Copied,
     OutputShard,
-    OutputTensor,
     Padded,
     SharedExpert,
     TensorSpec,
@@ -52,11 +51,11 @@ def make_plan(source: Source, options: Options) -> Plan:
     )
 
 
-def tripwire(checkpoint: Checkpoint) -> OutputTensor:
+def tripwire(checkpoint: Checkpoint) -> TensorSpec:
     """Return the tripwire of ``fse/``: the text model's embedding, which its loaders know, else the first tensor by name."""
     names = [n for n in checkpoint.tensors if f".{n}".endswith(EMBEDDINGS)] or [min(checkpoint.tensors)]
     name = min(names, key=lambda n: (len(n), n))  # a vision tower's has a longer one
-    return OutputTensor(name=name, dtype=checkpoint.tensors[name].dtype, shape=(0,), start=0, end=0, change=Tripwire())
+    return TensorSpec(name, checkpoint.tensors[name].dtype, (0,), Tripwire())
 
 
 def _padding(decision: Decision) -> Iterator[tuple[str, tuple[TensorSpec]]]:
@@ -107,7 +106,7 @@ def _originals(shard: Shard, names: Collection[str]) -> OutputShard | None:
     return OutputShard(name=originals_file(shard.name), tensors=placed(kept), metadata={"format": "pt"}) if kept else None
 
 
-def _sidecar(decision: Decision, contract: Contract, wire: OutputTensor) -> tuple[OutputShard, ...]:
+def _sidecar(decision: Decision, contract: Contract, wire: TensorSpec) -> tuple[OutputShard, ...]:
     """Plan the kernel layout: fused layers are added to a shard until it is full."""
     width = decision.n_shared * decision.width
     files: list[list[SharedExpert]] = []
@@ -124,7 +123,7 @@ def _sidecar(decision: Decision, contract: Contract, wire: OutputTensor) -> tupl
     return tuple(
         OutputShard(
             name=f"{SIDECAR}/shared-{i:05d}-of-{len(files):05d}.safetensors",
-            tensors=((wire,) if i == 1 else ()) + placed(_kernel_tensors(experts)),
+            tensors=placed((*((wire,) if i == 1 else ()), *_kernel_tensors(experts))),
             metadata=shard_metadata(contract.name),
         )
         for i, experts in enumerate(files, 1)

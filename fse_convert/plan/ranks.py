@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fse_convert.errors import InvalidCheckpoint, NotConvertible
+from fse_convert.errors import InvalidCheckpoint, NotConvertible, size
 from fse_convert.plan.advice import Plans
 from fse_convert.plan.costs import padding
 from fse_convert.plan.plan import Options
@@ -38,7 +38,7 @@ class Ranks:
     bytes: int
     command: str
 
-    def lines(self, size: Callable[[float], str]) -> Iterator[tuple[str, str]]:
+    def lines(self) -> Iterator[tuple[str, str]]:
         """Yield a sentence per server, and one about the width that all would take, with its command."""
         for engine in ENGINES:
             said = []

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fse_convert.checkpoint.hub import source_name
 from fse_convert.conversion.estimate import FileEstimate
-from fse_convert.errors import Problem, size
+from fse_convert.errors import Problem
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.plan import Experts
 from fse_convert.servers.verdict import Outcome
@@ -207,7 +207,7 @@ def plan_record(plan: Plan, **done: Any) -> ConversionRecord:
         sidecar=[fill(SidecarRecord, s, tensors=len(s.kernel_tensors) or len(s.tensors)) for s in (*plan.sidecar, *plan.originals)],
         changes=[fill(ChangeRecord, change) for change in decision.changes],
         server=options.server and fill(ServerRecord, decision.server, target=options.server.name, fused_layers=fused),
-        notes=notes(plan, size=size),
+        notes=notes(plan),
         **done,
     )
 

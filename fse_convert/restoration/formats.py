@@ -6,19 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from fse_convert.checkpoint.header import Header, TensorInfo
+from fse_convert.checkpoint.header import E8M0_DTYPES, Header, TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
-from fse_convert.layout.sizes import ceil_div
+from fse_convert.layout.sizes import GROUP, ceil_div
 from fse_convert.restoration.tensors import CHUNK, Bytes, TensorFile, unlike
 from fse_convert.sidecar.tensors import original_name
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-E8M0_DTYPES = ("F8_E8M0", "U8")
-GROUP = 32
-"""Columns of an MXFP4 weight that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)

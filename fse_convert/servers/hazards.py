@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.formats import E8M0_DTYPES, StorageKind
+from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import FP8_METHODS
 from fse_convert.servers.aiter.patterns import quark_layer_config

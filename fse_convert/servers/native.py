@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.errors import some
 from fse_convert.layout.sizes import round_up
 from fse_convert.model.consistency import covered
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.family import SECTIONS, place
-from fse_convert.model.formats import E8M0_DTYPES, Format, StorageKind
+from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.model.quantization import FP8_METHODS, Quantization
 from fse_convert.servers.subject import class_names, vllm_class_names

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import lcm
 
-from fse_convert.model.formats import E8M0_DTYPES, StorageKind
+from fse_convert.checkpoint.header import E8M0_DTYPES
+from fse_convert.model.formats import StorageKind
 
 
 @dataclass(frozen=True)

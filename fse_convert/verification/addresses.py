@@ -9,9 +9,9 @@ Level 1 asks for any stored byte which byte of the source it must be, from physi
 * Byte ``o`` of a scale tensor over ``N`` rows: word ``w = o / 4``, physical row ``w % N``, K group ``4 (w / N) + o % 4``.
 * The scale of logical row ``r`` and group ``g`` (columns ``32 g`` to ``32 g + 31``) is the block ``(r / bm, 32 g / bk)``.
 
-Level 2 reads whole experts the other way, from logical rows to physical ones: `KernelLayout` by the kernel's addresses,
-`SourceLayout` by the checkpoint's blocks. The two, and level 1, share no arithmetic with each other, and none of them
-uses `fse_convert.layout`, the writer's own: a mistake on one side shows.
+Level 2 reads experts the other way, from logical rows to physical ones: `KernelLayout` by the kernel's addresses,
+`fse_convert.verification.experts.StoredExpert` by the checkpoint's blocks. The two, and level 1, share no arithmetic with each
+other, and none of them uses `fse_convert.layout`, the writer's own: a mistake on one side shows.
 
 Rules: sgl-deep-gemm 0.2.5, deep_gemm/mega/__init__.py and include/deep_gemm/impls/smxx_layout.cuh:181-189; vLLM 0.33,
 model_executor/layers/fused_moe/deep_gemm_mega_moe.py:572-606.
@@ -19,7 +19,7 @@ model_executor/layers/fused_moe/deep_gemm_mega_moe.py:572-606.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -102,18 +102,12 @@ def exponents(raw: Tensor) -> Tensor | None:
     return code.to(torch.uint8)
 
 
-def _require(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected contiguous {dtype} {shape}")
-
-
 @dataclass(frozen=True)
 class KernelLayout:
     """The shared expert as MegaMoE reads it, every byte found by the kernel's own address.
 
     ``l1_weight`` uint8 ``[2S, H]``, ``l1_scale`` int32 as stored ``[H / 128, 2S]``, ``l2_weight`` uint8 ``[H, S]``,
-    ``l2_scale`` int32 as stored ``[S / 128, H]``; contiguous, on one device. Raises ValueError on any other dtype or
-    shape and on an ``H`` or ``S`` that is not a multiple of 128.
+    ``l2_scale`` int32 as stored ``[S / 128, H]``; contiguous, on one device.
 
     Addresses (``/`` floors): row ``r`` of gate is physical row ``16 (r / 8) + r % 8`` of L1, of up 8 further; its
     scale row is ``p = 128 (r / 64) + 64 ((r / 8) % 2) + 32 half + 4 (r % 8) + (r % 64) / 16``; row ``n`` of down keeps
@@ -126,15 +120,6 @@ class KernelLayout:
     l1_scale: Tensor
     l2_weight: Tensor
     l2_scale: Tensor
-
-    def __post_init__(self) -> None:
-        if self.l2_weight.dim() != 2 or self.hidden % 128 or self.width % 128:
-            raise ValueError(f"l2_weight {tuple(self.l2_weight.shape)} is not [hidden, width] in multiples of 128")
-        hidden, width = self.hidden, self.width
-        _require("l1_weight", self.l1_weight, torch.uint8, (2 * width, hidden))
-        _require("l1_scale", self.l1_scale, torch.int32, (hidden // 128, 2 * width))
-        _require("l2_weight", self.l2_weight, torch.uint8, (hidden, width))
-        _require("l2_scale", self.l2_scale, torch.int32, (width // 128, hidden))
 
     @property
     def hidden(self) -> int:
@@ -165,59 +150,3 @@ def _scales_at(stored: Tensor, row: Tensor, groups: int) -> Tensor:
     g = torch.arange(groups, device=row.device)
     offset = 4 * ((g // 4) * stored.shape[1] + row[:, None]) + g % 4
     return stored.view(-1).view(torch.uint8)[offset]
-
-
-@dataclass(frozen=True)
-class SourceLayout:
-    """The shared expert as the source checkpoint holds it.
-
-    ``gate``, ``up`` uint8 ``[S, H]`` and ``down`` uint8 ``[H, S]`` are E4M3 codes; their scales are uint8 E8M0, one
-    per block of ``block`` = (rows, columns), the last block of an axis being partial (``[ceil, ceil]``). Raises
-    ValueError on any other dtype or shape, and when the block's columns, ``H`` or ``S`` are not multiples of 32. Rule:
-    vLLM 0.33, model_executor/layers/fused_moe/deep_gemm_mega_moe.py, ``_pack_scale``.
-    """
-
-    gate: Tensor
-    gate_scale: Tensor
-    up: Tensor
-    up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
-    block: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        if min(self.block) < 1 or self.block[1] % GROUP:
-            raise ValueError(f"blocks of {self.block}: their columns come in multiples of {GROUP}")
-        if self.gate.dim() != 2 or self.width % GROUP or self.hidden % GROUP:
-            raise ValueError(f"gate {tuple(self.gate.shape)} is not [width, hidden] in multiples of {GROUP}")
-        shapes = {"gate": (self.width, self.hidden), "up": (self.width, self.hidden), "down": (self.hidden, self.width)}
-        for name, (n, k) in shapes.items():
-            _require(name, getattr(self, name), torch.uint8, (n, k))
-            blocks = (-(-n // self.block[0]), -(-k // self.block[1]))
-            _require(f"{name}_scale", getattr(self, f"{name}_scale"), torch.uint8, blocks)
-
-    @property
-    def hidden(self) -> int:
-        """Return H."""
-        return self.gate.shape[1]
-
-    @property
-    def width(self) -> int:
-        """Return S: the shared width before padding."""
-        return self.gate.shape[0]
-
-    def to(self, device: torch.device) -> SourceLayout:
-        """Move all six tensors."""
-        names = ("gate", "gate_scale", "up", "up_scale", "down", "down_scale")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
-
-    def rows(self, role: Role, start: int, stop: int) -> Rows:
-        """Return rows of gate, up or down."""
-        weight, scale = getattr(self, role.value), getattr(self, f"{role.value}_scale")
-        rows = torch.arange(start, stop, device=weight.device) // self.block[0]
-        columns = torch.arange(0, weight.shape[1], GROUP, device=weight.device) // self.block[1]
-        return weight[start:stop], scale[rows[:, None], columns]
-
-
-ExpertWeights = KernelLayout | SourceLayout
-"""What a computation reads: rows of gate and up ``[width, hidden]`` and of down ``[hidden, width]``."""

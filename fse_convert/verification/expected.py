@@ -1,7 +1,7 @@
 """What an output must hold, derived from the source, its widths, and the names of the changes of format.
 
 Verdicts, widths and which changes are made are the plan's. Names, shapes, padding, edits of widths and headers are worked out here
-a second time, on purpose without the planner's and the writer's code: a mistake there shows as a mismatch.
+and in ``stand_ins.py`` a second time, on purpose without the planner's and the writer's code: a mistake there shows as a mismatch.
 """
 
 from __future__ import annotations
@@ -12,95 +12,54 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from fse_convert.checkpoint.header import BITS, TensorInfo
+from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entries
+from fse_convert.checkpoint.folder import Folder
+from fse_convert.checkpoint.header import BITS
+from fse_convert.checkpoint.names import CONFIG, INDEX
 from fse_convert.checkpoint.reader import Shard
-from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.model.description import Description, ExpertGroup
 from fse_convert.model.family import SECTIONS, place
-from fse_convert.model.formats import Format, StorageKind
-from fse_convert.model.moe import Role
+from fse_convert.model.formats import StorageKind
 from fse_convert.plan.changes.change import ConfigChange, changed_config
 from fse_convert.plan.plan import LayerVerdict, Plan
+from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source
-from fse_convert.plan.tensors import Computed, Recoded, Rule
+from fse_convert.plan.tensors import Computed, Copied, Padded, Recoded, Rule, SharedExpert, TensorSpec
 from fse_convert.sidecar.manifest import FUSED, ConfigEdit
-from fse_convert.sidecar.tensors import kernel_prefix, original_name, originals_file
+from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, original_name, originals_file, shard_metadata
 from fse_convert.verification.findings import SEED, LayerCoverage, Sample, choose
-from fse_convert.verification.stand_ins import Tensors, kept_originals, stand_ins
+from fse_convert.verification.stand_ins import Tensors, kept_originals, padded_tensors, stand_ins
 
-PACKED = 128
-"""Columns under one int32 word of scales."""
-ONES = {"F8_E8M0": b"\x7f", "U8": b"\x7f", "F32": b"\0\0\x80\x3f", "F8_E4M3": b"\x38", "BF16": b"\x80\x3f"}
-"""The code of 1.0, which pads scales, by their dtype; weights are padded with zero bytes."""
+TORCH = {"format": "pt"}
+"""Metadata that loaders ask for in a file that is written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
-    """A stored matrix at the head of a larger one of ``shape``, ``fill`` (one element) in all the rest."""
+class ExpectedFile:
+    """A safetensors file that the output must have: its tensors in order, and the metadata of its header.
 
-    info: TensorInfo
-    shape: tuple[int, ...]
-    fill: bytes
+    ``source``: the shard of the same name, where the file is one.
+    """
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of a row, and of a row of the larger one."""
-        old, new = (prod(shape[1:]) * len(self.fill) for shape in (self.info.shape, self.shape))
-        return old, new
-
-
-Holds = TensorInfo | Padded | Recoded
-"""What a tensor of the output must hold: a source tensor's bytes, these at the head of a larger matrix, or values coded again."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedTensor:
-    """A tensor that the output must have."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    holds: Holds
+    tensors: tuple[TensorSpec, ...]
+    metadata: Mapping[str, str]
+    source: Shard | None = None
 
     @property
     def as_is(self) -> bool:
-        """Whether it is a tensor of the source, its name and dtype included."""
-        h = self.holds
-        return isinstance(h, TensorInfo) and (self.name, self.dtype, self.shape) == (h.name, h.dtype, h.shape)
+        """Whether it is the source's file, all names and dtypes included."""
+        return self.source is not None and all(t.as_is for t in self.tensors)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload."""
-        return prod(self.shape) * BITS[self.dtype] // 8
+    def header(self, source: Folder) -> bytes:
+        """Return the header as it must be. ``source``: the folder that holds the source's shards."""
+        if self.source and self.as_is:
+            return raw_header(source, self.source)
+        return encode_header(header_entries((t.name, t.dtype, t.shape) for t in self.tensors), self.metadata)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelExpert:
-    """A shared expert that must be in the sidecar, at padded ``width``; ``prefix`` of its four tensors' names."""
-
-    prefix: str
-    group: ExpertGroup
-    width: int
-
-    def tensor(self, role: Role, *, scale: bool) -> TensorInfo:
-        """Return a projection's weight or scale in the source."""
-        f = self.group.formats[role]
-        return self.group.experts[0].projections[role].parts[(f.scale or "") if scale else f.weight]
-
-    @property
-    def name(self) -> str:
-        """The name under which the proof tells of it."""
-        return self.prefix
-
-    @property
-    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and stored shape by name, as vLLM 0.33 registers them; scales are stored transposed (MN-major)."""
-        h, s = self.group.hidden, self.width
-        return {
-            f"{self.prefix}.shared_l1_weight": ("F8_E4M3", (2 * s, h)),
-            f"{self.prefix}.shared_l1_weight_scale": ("I32", (h // PACKED, 2 * s)),
-            f"{self.prefix}.shared_l2_weight": ("F8_E4M3", (h, s)),
-            f"{self.prefix}.shared_l2_weight_scale": ("I32", (s // PACKED, h)),
-        }
+def raw_header(folder: Folder, shard: Shard) -> bytes:
+    """Return a header as it lies in the file."""
+    return folder.read(shard.name, 0, shard.header.data_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +87,16 @@ class RecodedExpert:
 class ExpectedOutput:
     """What a plan's output must hold.
 
-    ``shards``: the tensors of the standard layout, by file, in order. ``originals``: those that files of ``fse/`` keep as they
-    were. ``experts``: shared experts that must be in ``fse/``. ``left_out``: (name, reason) of every MoE layer that has none there,
-    where there is a kernel layout at all.
+    ``standard``: files of the standard layout, by name; ``kernel`` and ``originals``: files of ``fse/``, with the kernel layout and
+    with source tensors as they were. ``experts``: shared experts that must be in ``kernel``. ``left_out``: (name, reason) of every
+    MoE layer that has none there, where there is a kernel layout at all.
     """
 
     plan: Plan
-    shards: Mapping[str, tuple[ExpectedTensor, ...]]
-    originals: Mapping[str, tuple[ExpectedTensor, ...]]
-    experts: tuple[KernelExpert, ...]
+    standard: Mapping[str, ExpectedFile]
+    kernel: Mapping[str, ExpectedFile]
+    originals: Mapping[str, ExpectedFile]
+    experts: tuple[SharedExpert, ...]
     left_out: tuple[tuple[str, str], ...]
 
     @classmethod
@@ -149,20 +109,22 @@ class ExpectedOutput:
         held = {e.prefix for e in experts}
         names = [(v.layer.layer.name, v) for v in judged]
         recoded = stand_ins(source, [change.name for change in decision.changes])
-        padded = padded_tensors(source.description, decision.source_width, decision.main_width)
+        changed = recoded | padded_tensors(source.description, decision.source_width, decision.main_width)
         kept = set() if plan.options.drop_originals else kept_originals(recoded)
+        shards = source.checkpoint.shards
         return cls(
             plan=plan,
-            shards={s.name: tuple(_standard(s, padded, recoded)) for s in source.checkpoint.shards},
-            originals={originals_file(s.name): found for s in source.checkpoint.shards if (found := tuple(_originals(s, kept)))},
+            standard={s.name: _standard(s, changed) for s in shards},
+            kernel=_kernel(plan, experts),
+            originals={originals_file(s.name): ExpectedFile(found, TORCH) for s in shards if (found := _originals(s, kept))},
             experts=experts,
             left_out=tuple((name, _why(v)) for name, v in names if kernel_prefix(name) not in held),
         )
 
     @property
-    def tensors(self) -> Iterator[ExpectedTensor]:
+    def tensors(self) -> Iterator[TensorSpec]:
         """The tensors of the standard layout."""
-        return (t for tensors in self.shards.values() for t in tensors)
+        return (t for file in self.standard.values() for t in file.tensors)
 
     @property
     def source(self) -> Source:
@@ -190,9 +152,36 @@ class ExpectedOutput:
         return edits
 
     @property
+    def texts(self) -> dict[str, bytes]:
+        """The bytes of config.json and the index: the source's, edited as changes of format and padding ask."""
+        source, edits = self.source, self.config_edits
+        changes = [change for c in self.plan.decision.changes for change in c.config]
+        untouched = not edits and not changes
+        texts = {
+            CONFIG: source.folder.read(CONFIG) if untouched else encode_json(_edited(source.checkpoint.config, changes, edits))
+        }
+        if INDEX in source.folder.files:
+            texts[INDEX] = self._index()
+        return texts
+
+    def _index(self) -> bytes:
+        """Return the source's index where that is right as it is, else one with the output's names and true totals."""
+        source, tensors = self.source, list(self.tensors)
+        kept = source.checkpoint.index_metadata or {}
+        metadata = {**kept, "total_size": sum(prod(t.shape) * BITS[t.dtype] // 8 for t in tensors)}
+        if isinstance(kept.get("total_parameters"), int):
+            padded = ((t.shape, t.change.source.shape) for t in tensors if isinstance(t.change, Padded))
+            metadata["total_parameters"] += sum(prod(new) - prod(old) for new, old in padded)
+        if all(t.as_is for t in tensors) and metadata == source.checkpoint.index_metadata:
+            return source.folder.read(INDEX)
+        places = {t.name: name for name, file in self.standard.items() for t in file.tensors}
+        return encode_json({"metadata": metadata, "weight_map": dict(sorted(places.items()))})
+
+    @property
     def recoded(self) -> Iterator[RecodedExpert]:
         """The experts whose format changes and that are computed: one routed expert of every layer, and the shared ones."""
-        rules = {source.name: t.holds.rule for t in self.tensors if isinstance(t.holds, Recoded) for source in t.holds.sources}
+        changes = (t.change for t in self.tensors if isinstance(t.change, Recoded))
+        rules = {source.name: change.rule for change in changes for source in change.sources}
         for d in self.source.description.layers:
             for group in d.groups:
                 chosen = choose(Sample(1, SEED), {"": [e.name for e in group.experts]})
@@ -207,17 +196,6 @@ class ExpectedOutput:
         """How many layers have an expert that is computed from both sides."""
         return len({e.prefix for e in self.experts} | {kernel_prefix(e.layer) for e in self.recoded})
 
-    @property
-    def files(self) -> dict[str, list[KernelExpert]]:
-        """Experts by file of ``fse/``, both in the order in which a conversion writes them."""
-        known = {e.prefix: e for e in self.experts}
-        files: dict[str, list[KernelExpert]] = {}
-        for shard in self.plan.sidecar:
-            changes = (t.change for t in shard.kernel_tensors)
-            prefixes = dict.fromkeys(change.shared.prefix for change in changes if isinstance(change, Computed))
-            files[shard.name] = [known[prefix] for prefix in prefixes if prefix in known]
-        return files
-
     def coverage(self, sample: Sample | None = None) -> LayerCoverage:
         """Count the layers, for the answer of a level."""
         layers = len(self.plan.decision.verdicts)
@@ -230,68 +208,41 @@ def _why(judged: LayerVerdict) -> str:
     return "it has no shared expert" if judged.layer.shared is None else "its shared expert is not FP8 with block scales"
 
 
-def _standard(shard: Shard, padded: Mapping[str, Padded], recoded: Tensors) -> Iterator[ExpectedTensor]:
-    for t in shard.header.tensors:
-        if t.name in padded:
-            yield ExpectedTensor(t.name, t.dtype, padded[t.name].shape, padded[t.name])
-        elif t.name in recoded:
-            for name, dtype, shape, change in recoded[t.name]:
-                yield ExpectedTensor(name, dtype, shape, change if isinstance(change, Recoded) else t)
-        else:
-            yield ExpectedTensor(t.name, t.dtype, t.shape, t)
+def _standard(shard: Shard, changed: Tensors) -> ExpectedFile:
+    tensors = (changed.get(t.name) or (TensorSpec(t.name, t.dtype, t.shape, Copied(t)),) for t in shard.header.tensors)
+    return ExpectedFile(tuple(t for found in tensors for t in found), {**TORCH, **shard.header.metadata}, shard)
 
 
-def _originals(shard: Shard, kept: Collection[str]) -> Iterator[ExpectedTensor]:
-    return (ExpectedTensor(original_name(t.name), t.dtype, t.shape, t) for t in shard.header.tensors if t.name in kept)
+def _originals(shard: Shard, kept: Collection[str]) -> tuple[TensorSpec, ...]:
+    found = (t for t in shard.header.tensors if t.name in kept)
+    return tuple(TensorSpec(original_name(t.name), t.dtype, t.shape, Copied(t)) for t in found)
 
 
-def padded_tensors(description: Description, width: int, main: int) -> dict[str, Padded]:
-    """Find every tensor that must have grown when experts of ``width`` are stored ``main`` wide.
-
-    Gate and up grow in rows, down in columns.
-    """
-    if width == main:
-        return {}
-    return {p.info.name: p for layer in description.layers for p in _padded_of(layer, width, main)}
-
-
-def _padded_of(layer: LayerDescription, width: int, main: int) -> Iterator[Padded]:
-    for group in filter(None, (layer.routed, layer.shared)):
-        for expert in group.experts:
-            for role, projection in expert.projections.items():
-                f = group.formats[role]
-                n, k = f.shape
-                new = (n, k // width * main) if role is Role.DOWN else (n // width * main, k)
-                for suffix, info in projection.parts.items():
-                    cell = _cell(f, suffix)
-                    shape = _stored(new, cell, len(info.shape)) if cell else info.shape
-                    if shape != info.shape:
-                        yield Padded(info, shape, ONES[info.dtype] if suffix == f.scale else bytes(BITS[info.dtype] // 8))
+def _kernel(plan: Plan, experts: Iterable[SharedExpert]) -> dict[str, ExpectedFile]:
+    """Lay experts out in the files that the plan puts them in; one that it forgot is in a file without a name."""
+    changes = ((shard.name, t.change) for shard in plan.sidecar for t in shard.kernel_tensors)
+    places = {change.shared.prefix: name for name, change in changes if isinstance(change, Computed)}
+    files: dict[str, list[TensorSpec]] = {}
+    for expert in experts:
+        first = [] if files else [tripwire(plan.source.checkpoint)]
+        files.setdefault(places.get(expert.prefix, ""), first).extend(kernel_tensors(expert))
+    metadata = shard_metadata(plan.options.goal)
+    return {name: ExpectedFile(tuple(tensors), metadata) for name, tensors in files.items()}
 
 
-def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
-    """Return rows and columns of the logical matrix that one stored element stands for (0 columns: all); None for scalars."""
-    if suffix == f.weight:
-        return (1, 2) if f.weight_dtype in ("I8", "U8") else (1, 1)
-    if suffix != f.scale or f.kind is StorageKind.FP8_TENSOR:
-        return None
-    if f.kind is StorageKind.FP8_CHANNEL:
-        return 1, 0
-    return {StorageKind.MXFP4: (1, 32), StorageKind.NVFP4: (1, 16)}.get(f.kind, f.block)
+def kernel_tensors(expert: SharedExpert) -> Iterator[TensorSpec]:
+    """Yield a shared expert's four tensors of the kernel layout."""
+    for name, (dtype, shape) in kernel_shapes(expert.group.hidden, expert.width).items():
+        yield TensorSpec(f"{expert.prefix}.{name.value}", dtype, shape, Computed(name, expert))
 
 
-def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) -> tuple[int, ...]:
-    rows, columns = -(-logical[0] // cell[0]), -(-logical[1] // cell[1]) if cell[1] else 1
-    return (rows, 1, columns, 1) if dimensions == 4 else (rows, columns)[:dimensions]
-
-
-def kernel_experts(description: Description, verdicts: Mapping[str, str], width: int) -> list[KernelExpert]:
+def kernel_experts(description: Description, verdicts: Mapping[str, str], width: int) -> list[SharedExpert]:
     """Return the shared experts of the ``fused`` layers that are FP8 with block scales: what ``fse/`` must hold.
 
     ``verdicts`` by layer name come from the source's plan; without a source, from the manifest.
     """
     return [
-        KernelExpert(kernel_prefix(d.layer.name), d.shared, width)
+        SharedExpert(prefix=kernel_prefix(d.layer.name), group=d.shared, width=width)
         for d in description.layers
         if d.shared
         and verdicts.get(d.layer.name) == FUSED
@@ -299,7 +250,7 @@ def kernel_experts(description: Description, verdicts: Mapping[str, str], width:
     ]
 
 
-def edited(config: Mapping[str, Any], changes: Iterable[ConfigChange], edits: Iterable[ConfigEdit]) -> dict[str, Any]:
+def _edited(config: Mapping[str, Any], changes: Iterable[ConfigChange], edits: Iterable[ConfigEdit]) -> dict[str, Any]:
     """Return a config after changes of format and edits of widths, keys in the source's order."""
     result = changed_config(config, changes)
     for edit in edits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -201,8 +201,19 @@ class StorageResult:
         return self.of_tensors > 0
 
 
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A JSON value of which only some property is known; ``shown``: what a message says of it."""
+
+    shown: Any
+    fits: Callable[[Any], bool]
+
+
 def difference(expected: Any, actual: Any, path: str = "") -> tuple[str, str, str] | None:
-    """Return the first place where two JSON values differ, as (path, expected, actual); another order of keys is a difference."""
+    """Return the first place where two JSON values differ, as (path, expected, actual); another order of keys is a difference.
+
+    ``expected`` may hold `Like`.
+    """
     if isinstance(expected, dict) and isinstance(actual, dict):
         for key in dict.fromkeys([*expected, *actual]):
             at = printable(f"{path}.{key}" if path else str(key))
@@ -217,14 +228,14 @@ def difference(expected: Any, actual: Any, path: str = "") -> tuple[str, str, st
     if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
         pairs = enumerate(zip(expected, actual, strict=True))
         return next((d for i, (a, b) in pairs if (d := difference(a, b, f"{path}[{i}]"))), None)
-    if expected == actual and type(expected) is type(actual):
+    if expected.fits(actual) if isinstance(expected, Like) else expected == actual and type(expected) is type(actual):
         return None
     return path, short(expected), short(actual)
 
 
 def short(value: Any) -> str:
     """Return a value as JSON, cut to a line."""
-    text = printable(json.dumps(value, ensure_ascii=False))
+    text = printable(json.dumps(value, ensure_ascii=False, default=lambda like: like.shown))
     return text if len(text) <= SHOWN else text[: SHOWN - 2] + " …"
 
 

@@ -1,28 +1,26 @@
-"""Files, headers, indexes and config of an output: every tensor once, in its shard, at its place, with its dtype and shape."""
+"""Files, headers and indexes of an output: every tensor once, in its shard, at its place, with its dtype and shape."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
-from typing import Any
 
-from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entries, header_entry
+from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import LENGTH_BYTES
 from fse_convert.checkpoint.left_out import BOOKKEEPING, find_clutter, notes
-from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SIDECAR_INDEX
+from fse_convert.checkpoint.names import MANIFEST, SIDECAR, SIDECAR_INDEX
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import Problem
-from fse_convert.plan.planner import tripwire
-from fse_convert.plan.source import Source
-from fse_convert.sidecar.tensors import shard_metadata
-from fse_convert.verification.expected import ExpectedOutput, ExpectedTensor, Holds, KernelExpert, Padded, edited
+from fse_convert.plan.tensors import Change, TensorSpec, Tripwire
+from fse_convert.verification.expected import ExpectedFile, ExpectedOutput, raw_header
 from fse_convert.verification.findings import Findings, Mismatch, bytes_mismatch, text_mismatches
 
 STAGED = "sidecar-foreign"
-ORIGINALS_METADATA = {"format": "pt"}
-"""Metadata of the files of ``fse/`` that keep source tensors as they were."""
+Places = Mapping[str, tuple[str, TensorSpec]]
+"""Tensors by name, each with its file; ``""`` for any."""
+Holds = dict[str, dict[str, Change]]
+"""What tensors must hold whose place, dtype and shape are right: by file, by name."""
 
 
 def refusals(problems: Iterable[Problem]) -> list[Mismatch]:
@@ -33,11 +31,10 @@ def refusals(problems: Iterable[Problem]) -> list[Mismatch]:
 
 def check_files(expected: ExpectedOutput, out: LocalFolder, findings: Findings) -> set[str]:
     """Check which files there are, the manifest aside; return those that must be equal to the source's and have its size."""
-    source, kernel = expected.source, expected.files
-    names = source.checkpoint.files | kernel.keys() | expected.originals.keys() | ({SIDECAR_INDEX} if kernel else set())
+    source, kernel = expected.source, expected.kernel.keys() - {""}
+    names = source.checkpoint.files | kernel | expected.originals.keys() | ({SIDECAR_INDEX} if kernel else set())
     findings.add(*(Mismatch("file-missing", n, expected="a file", found="none") for n in sorted(names - out.files.keys())))
-    extra = sorted(out.files.keys() - names - {MANIFEST}) + out.odd
-    findings.add(*(Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra))
+    findings.add(*_unexpected(sorted(out.files.keys() - names - {MANIFEST}) + out.odd))
     check_clutter(out, findings)
     same = set()
     for name in source.checkpoint.others:
@@ -56,7 +53,11 @@ HUB_BOOKKEEPING = re.compile(r"\.cache/huggingface/(\.gitignore|CACHEDIR\.TAG|(?
 def check_clutter(out: LocalFolder, findings: Findings) -> None:
     """Find what is not part of a checkpoint and still there: a server may run some of it (``__pycache__``)."""
     extra = [n for n in out.hidden if not HUB_BOOKKEEPING.fullmatch(n) and (findings.strict or not _is_harmless(n))]
-    findings.add(*(Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in extra))
+    findings.add(*_unexpected(extra))
+
+
+def _unexpected(names: Iterable[str]) -> Iterator[Mismatch]:
+    return (Mismatch("file-unexpected", n, expected="no such file", found="it is there") for n in names)
 
 
 def _is_harmless(name: str) -> bool:
@@ -84,20 +85,43 @@ def index_mismatches(out: Folder, sidecar: Iterable[Shard]) -> list[Mismatch]:
     return text_mismatches(SIDECAR_INDEX, expected, out.read(SIDECAR_INDEX))
 
 
-def header_mismatches(out: Folder, shard: Shard, entries: Mapping[str, Any], metadata: Mapping[str, str] | None) -> list[Mismatch]:
-    """Compare a header, byte for byte, with the encoding of these entries and this metadata."""
+def check_shards(
+    expected: Mapping[str, ExpectedFile], source: Folder, out: Folder, shards: Iterable[Shard], findings: Findings
+) -> Holds:
+    """Check the headers of an output's shards and where their tensors are; return what those must hold that are right.
+
+    ``source``: the folder of the checkpoint that files are copied from.
+    """
+    for shard in shards:
+        if shard.name in expected:
+            file = expected[shard.name]
+            findings.add(*header_mismatches(out, shard, file.header(source), as_is=file.as_is))
+    return check_tensors({t.name: (name, t) for name, file in expected.items() for t in file.tensors}, shards, findings)
+
+
+def check_tensors(places: Places, shards: Iterable[Shard], findings: Findings) -> Holds:
+    """Check that every tensor is once in its file, with its dtype and shape; return what those must hold that are."""
+    mismatches = tensor_mismatches(shards, places)
+    findings.add(*mismatches)
+    wrong = {m.tensor for m in mismatches}
+    right = {name: t.change for name, (_, t) in places.items() if name not in wrong and not isinstance(t.change, Tripwire)}
+    return {s.name: {t.name: right[t.name] for t in s.header.tensors if t.name in right} for s in shards}
+
+
+def header_mismatches(out: Folder, shard: Shard, expected: bytes, *, as_is: bool = False) -> list[Mismatch]:
+    """Compare a header with the bytes that it must have. ``as_is``: these are the source's."""
     actual = raw_header(out, shard)
-    expected = encode_header(entries, metadata)
     if expected == actual:
         return []
-    unlike = [m for m in text_mismatches(shard.name, expected[LENGTH_BYTES:], actual[LENGTH_BYTES:]) if m.offset is None]
+    texts = [] if as_is else text_mismatches(shard.name, expected[LENGTH_BYTES:], actual[LENGTH_BYTES:])
+    unlike = [m for m in texts if m.offset is None]
     if unlike:
         return [Mismatch("header", shard.name, expected=m.expected, found=m.found) for m in unlike]
     return [bytes_mismatch("header", shard.name, expected, actual)]
 
 
-def tensor_mismatches(shards: Iterable[Shard], expected: Mapping[str, tuple[str, str, tuple[int, ...]]]) -> list[Mismatch]:
-    """Compare the tensors of some shards with what they must be: (shard or "" for any, dtype, shape) by name."""
+def tensor_mismatches(shards: Iterable[Shard], expected: Places) -> list[Mismatch]:
+    """Compare where the tensors of some shards are, their dtypes and shapes with what they must be."""
     mismatches: list[Mismatch] = []
     seen: dict[str, str] = {}
     for shard in shards:
@@ -108,124 +132,17 @@ def tensor_mismatches(shards: Iterable[Shard], expected: Mapping[str, tuple[str,
             elif t.name not in expected:
                 mismatches.append(Mismatch("tensor-unexpected", shard.name, t.name, None, "no such tensor", kind))
             else:
-                place, dtype, shape = expected[t.name]
+                place, want = expected[t.name]
                 if place and place != shard.name:
                     mismatches.append(Mismatch("tensor-misplaced", shard.name, t.name, None, f"in {place}", "here"))
-                if (t.dtype, t.shape) != (dtype, shape):
-                    mismatches.append(Mismatch("tensor-shape", shard.name, t.name, None, _kind(dtype, shape), kind))
+                if (t.dtype, t.shape) != (want.dtype, want.shape):
+                    mismatches.append(Mismatch("tensor-shape", shard.name, t.name, None, _kind(want.dtype, want.shape), kind))
             seen[t.name] = shard.name
     for name in expected.keys() - seen.keys():
-        place, dtype, shape = expected[name]
-        mismatches.append(Mismatch("tensor-missing", place or SIDECAR, name, None, _kind(dtype, shape), "no such tensor"))
+        place, want = expected[name]
+        mismatches.append(Mismatch("tensor-missing", place or SIDECAR, name, None, _kind(want.dtype, want.shape), "no such tensor"))
     return sorted(mismatches, key=lambda m: (m.file, m.tensor, m.code))
 
 
 def _kind(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {list(shape)}"
-
-
-def entries_of(shard: Shard) -> dict[str, Any]:
-    """Return a shard's own entries, in offset order, for `header_mismatches` where no other order is prescribed."""
-    return {t.name: header_entry(t.dtype, t.shape, t.start, t.end) for t in shard.header.tensors}
-
-
-def raw_header(folder: Folder, shard: Shard) -> bytes:
-    """Return a header as it lies in the file."""
-    return folder.read(shard.name, 0, shard.header.data_start)
-
-
-def check_standard_layout(
-    expected: ExpectedOutput, out: LocalFolder, shards: Iterable[Shard], findings: Findings
-) -> dict[str, Holds]:
-    """Check the headers of the standard layout; return what each tensor must hold whose bytes can be compared."""
-    known = {s.name: s for s in expected.source.checkpoint.shards}
-    for shard in shards:
-        tensors = expected.shards.get(shard.name, ())
-        if not all(t.as_is for t in tensors):  # a shard that is rewritten says `format: pt`
-            metadata = {"format": "pt", **known[shard.name].header.metadata}
-            findings.add(*header_mismatches(out, shard, _entries(tensors), metadata))
-        elif shard.name in known:
-            want, got = raw_header(expected.source.folder, known[shard.name]), raw_header(out, shard)
-            findings.add(*([bytes_mismatch("header", shard.name, want, got)] if want != got else []))
-    return _comparable(expected.shards, shards, findings)
-
-
-def check_originals(expected: ExpectedOutput, out: LocalFolder, shards: Iterable[Shard], findings: Findings) -> dict[str, Holds]:
-    """Check the headers of the files of ``fse/`` that keep source tensors; return what `check_standard_layout` does."""
-    for shard in shards:
-        if shard.name in expected.originals:
-            findings.add(*header_mismatches(out, shard, _entries(expected.originals[shard.name]), ORIGINALS_METADATA))
-    return _comparable(expected.originals, shards, findings)
-
-
-def _entries(tensors: Iterable[ExpectedTensor]) -> dict[str, Any]:
-    return header_entries((t.name, t.dtype, t.shape) for t in tensors)
-
-
-def _comparable(
-    expected: Mapping[str, tuple[ExpectedTensor, ...]], shards: Iterable[Shard], findings: Findings
-) -> dict[str, Holds]:
-    """Check that every tensor is once in its file, with its dtype and shape; return what those must hold that are."""
-    tensors = {t.name: (file, t.dtype, t.shape) for file, held in expected.items() for t in held}
-    wrong = tensor_mismatches(shards, tensors)
-    findings.add(*wrong)
-    right = {t.name for s in shards for t in s.header.tensors} - {m.tensor for m in wrong}
-    return {t.name: t.holds for held in expected.values() for t in held if t.name in right}
-
-
-def check_kernel_headers(expected: ExpectedOutput, out: LocalFolder, sidecar: Iterable[Shard], findings: Findings) -> None:
-    """Check the headers in ``fse/``: file by file, tensor by tensor, in the order in which a conversion writes them."""
-    files = expected.files
-    for shard in sidecar:
-        if shard.name in files:
-            tensors = [(name, *kind) for e in files[shard.name] for name, kind in e.shapes.items()]
-            if shard.name == next(iter(files)):
-                wire = tripwire(expected.source.checkpoint)
-                tensors.insert(0, (wire.name, wire.dtype, (0,)))
-            metadata = shard_metadata(expected.plan.options.goal)
-            findings.add(*header_mismatches(out, shard, header_entries(tensors), metadata))
-
-
-def check_kernel_tensors(
-    source: Source,
-    experts: Iterable[KernelExpert],
-    files: Mapping[str, Iterable[KernelExpert]],
-    sidecar: Iterable[Shard],
-    findings: Findings,
-) -> dict[str, KernelExpert]:
-    """Check names, dtypes, shapes and (where ``files`` says) places in ``fse/``; return whose tensor each right one is."""
-    places = {name: file for file, held in files.items() for e in held for name in e.shapes}
-    owners = {name: e for e in experts for name in e.shapes}
-    tensors = {name: (places.get(name, ""), *e.shapes[name]) for name, e in owners.items()}
-    if owners:
-        wire = tripwire(source.checkpoint)
-        tensors[wire.name] = (next((s.name for s in sidecar), ""), wire.dtype, (0,))
-    wrong = tensor_mismatches(sidecar, tensors)
-    findings.add(*wrong)
-    right = {t.name for s in sidecar for t in s.header.tensors} - {m.tensor for m in wrong}
-    return {name: e for name, e in owners.items() if name in right}
-
-
-def expected_texts(expected: ExpectedOutput) -> dict[str, bytes]:
-    """Return config.json and the index as they must be: the source's, edited as changes of format and padding ask."""
-    source, edits = expected.source, expected.config_edits
-    changes = [change for c in expected.plan.decision.changes for change in c.config]
-    untouched = not edits and not changes
-    texts = {CONFIG: source.folder.read(CONFIG) if untouched else encode_json(edited(source.checkpoint.config, changes, edits))}
-    if INDEX in source.folder.files:
-        texts[INDEX] = _index(expected)
-    return texts
-
-
-def _index(expected: ExpectedOutput) -> bytes:
-    """Return the source's index where that is right as it is, else one with the output's names and true totals."""
-    source, tensors = expected.source, list(expected.tensors)
-    kept = source.checkpoint.index_metadata or {}
-    metadata = {**kept, "total_size": sum(t.nbytes for t in tensors)}
-    if isinstance(kept.get("total_parameters"), int):
-        padded = ((t.shape, t.holds.info.shape) for t in tensors if isinstance(t.holds, Padded))
-        metadata["total_parameters"] += sum(prod(new) - prod(old) for new, old in padded)
-    if all(t.as_is for t in tensors) and metadata == source.checkpoint.index_metadata:
-        return source.folder.read(INDEX)
-    places = {t.name: file for file, held in expected.shards.items() for t in held}
-    return encode_json({"metadata": metadata, "weight_map": dict(sorted(places.items()))})

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from fse_convert.layout import megamoe
 from fse_convert.model.moe import Role
-from fse_convert.verification.addresses import GROUP, ONE, KernelLayout, Rows, SourceLayout
+from fse_convert.verification.addresses import GROUP, ONE, KernelLayout, Rows
+from fse_convert.verification.experts import StoredExpert
 from fse_convert.verification.numerics import fused_expert, quantize_input, relative_l2
 
 MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
@@ -137,7 +138,7 @@ def probe() -> KernelProbe:
 
 
 def check_kernel(
-    kernel: KernelLayout, source: SourceLayout, x: Tensor, *, shared: int = 1, limit: float | None = None, device: str = "cuda"
+    kernel: KernelLayout, source: StoredExpert, x: Tensor, *, shared: int = 1, limit: float | None = None, device: str = "cuda"
 ) -> KernelResult:
     """Run the fused kernel on the converted bytes and compare it with level 2.
 
@@ -146,10 +147,7 @@ def check_kernel(
     source must give the same bytes, and the unpadded source the same output bits where the installed contract takes its width.
 
     What DeepGEMM raises (no nvcc for its JIT compiler, a rejected shape) makes the result ``not-run`` with that reason.
-    Raises ValueError when the width does not hold that many experts in multiples of 128.
     """
-    if shared < 1 or kernel.width % (128 * shared):
-        raise ValueError(f"width {kernel.width} does not hold {shared} experts in multiples of 128")
     probed, module = _locate()
     if probed.status == "unavailable":
         return KernelResult("not-run", probed.reason, {})
@@ -204,7 +202,7 @@ def _idle_experts(hidden: int, width: int, device: torch.device) -> tuple[Pair, 
     return idle(2 * width, hidden), idle(hidden, width)
 
 
-def pad_source(source: SourceLayout, width: int) -> tuple[Rows, Rows]:
+def pad_source(source: StoredExpert, width: int) -> tuple[Rows, Rows]:
     """Return rows of gate then up, and of down, zero-padded to ``width`` channels, in the natural order."""
     extra = width - source.width
 
@@ -232,7 +230,7 @@ class _Check:
     shared: int
     limit: float | None
     kernel: KernelLayout
-    source: SourceLayout
+    source: StoredExpert
     x: Tensor
     figures: Figures = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)

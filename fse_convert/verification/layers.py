@@ -7,23 +7,17 @@ computation takes both sides of a lossless change; what was rounded is measured.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.checkpoint.reader import Shard
+from fse_convert.plan.tensors import SharedExpert
 from fse_convert.progress import Event, Observer, Phase, ignore
-from fse_convert.sidecar.reader import read_shards, shard_names
 from fse_convert.torch_threads import one_torch_thread
-from fse_convert.verification.addresses import KernelLayout, SourceLayout
-from fse_convert.verification.expected import ExpectedOutput, KernelExpert, RecodedExpert, swiglu_limit
-from fse_convert.verification.experts import StoredExpert, both_sides
+from fse_convert.verification.expected import ExpectedOutput, RecodedExpert, swiglu_limit
+from fse_convert.verification.experts import CPU, BothSides
 from fse_convert.verification.findings import (
     KERNEL_RAISED,
     NO_KERNEL,
@@ -37,12 +31,12 @@ from fse_convert.verification.findings import (
 from fse_convert.verification.kernel import KernelProbe, KernelResult, check_kernel, probe
 from fse_convert.verification.loss import ExpertLoss, measure_expert
 from fse_convert.verification.numerics import NumericsResult, check_numerics, sample_hidden_states
-from fse_convert.verification.stream import InputFiles
-from fse_convert.verification.tensors import SourceTensors
 
-AnyExpert = KernelExpert | RecodedExpert
-SomeExpert = TypeVar("SomeExpert", KernelExpert, RecodedExpert, AnyExpert)
-CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    import torch
+
+AnyExpert = SharedExpert | RecodedExpert
+SomeExpert = TypeVar("SomeExpert", SharedExpert, RecodedExpert, AnyExpert)
 WORKERS = max(1, min(4, os.cpu_count() or 1))
 """Layers computed at a time, at most."""
 BUDGET = 448 << 20
@@ -125,21 +119,20 @@ def check_layers(
     largest = max((e.width * e.group.hidden for e in experts), default=1)
     workers = max(1, min(WORKERS, BUDGET // (BYTES_PER_ELEMENT * largest))) if device.type == "cpu" else 1
     found: list[LayerNumerics | ExpertLoss] = []
-    with _reader(expected, out) as in_kernel_layout, both_sides(expected, out) as as_stored:
+    with BothSides.open(expected, out) as sides:
 
         def check(expert: AnyExpert) -> LayerNumerics | ExpertLoss:
             x = sample_hidden_states(TOKENS, expert.group.hidden, SEED).to(device)
             try:
-                if isinstance(expert, KernelExpert):
-                    result = check_numerics(*in_kernel_layout(expert), x, limit)
+                if isinstance(expert, SharedExpert):
+                    result = check_numerics(*sides.kernel(expert), x, limit)
                 elif expert.lossless:
-                    ours, theirs = as_stored(expert)
-                    result = check_numerics(ours.fused(), theirs.fused(), x, limit)
+                    result = check_numerics(*sides.stored(expert), x, limit)
                 else:
-                    return measure_expert(expert.name, as_stored(expert), x, limit)
+                    return measure_expert(expert.name, sides.stored(expert), x, limit)
             except ValueError as e:
-                return LayerNumerics(expert.name, None, str(e))
-            return LayerNumerics(expert.name, result, result.reason)
+                return LayerNumerics(_name(expert), None, str(e))
+            return LayerNumerics(_name(expert), result, result.reason)
 
         with one_torch_thread(), ThreadPoolExecutor(workers) as pool:
             for answer in pool.map(check, experts):
@@ -161,11 +154,11 @@ def run_kernel(
     results: list[tuple[str, KernelResult]] = []
     if found.status != "unavailable" and experts:
         limit, shared = swiglu_limit(expected.source), expected.plan.decision.n_shared
-        with _reader(expected, out) as read:
+        with BothSides.open(expected, out) as sides:
             for expert in experts:
                 try:
                     x = sample_hidden_states(TOKENS, expert.group.hidden, SEED)
-                    result = check_kernel(*read(expert), x, shared=shared, limit=limit)
+                    result = check_kernel(*sides.kernel(expert), x, shared=shared, limit=limit)
                 except ValueError as e:
                     result = KernelResult("failed", str(e), {})
                 results.append((expert.prefix, result))
@@ -188,35 +181,9 @@ def _conclude(results: list[tuple[str, KernelResult]], wanted: int, found: Kerne
 
 
 def _choose(experts: Sequence[SomeExpert], sample: Sample | None) -> list[SomeExpert]:
-    names = choose(sample, {"": [e.name for e in experts]}) if sample else None
-    return [e for e in experts if names is None or e.name in names]
+    names = choose(sample, {"": [_name(e) for e in experts]}) if sample else None
+    return [e for e in experts if names is None or _name(e) in names]
 
 
-@contextmanager
-def _reader(expected: ExpectedOutput, out: LocalFolder) -> Iterator[Callable[[KernelExpert], tuple[KernelLayout, SourceLayout]]]:
-    """Give a function that reads an expert as both sides hold it; it raises ValueError for one that cannot be read."""
-    source = expected.source
-    places = {t.name: (s, t) for s in read_shards(out, shard_names(out))[0] for t in s.header.tensors}
-    with InputFiles(out.root) as ours, InputFiles(source.folder.root) as files:
-        theirs = SourceTensors.of(source.checkpoint, files)
-
-        def read(expert: KernelExpert) -> tuple[KernelLayout, SourceLayout]:
-            return _kernel(expert, places, ours), StoredExpert(expert.group, 0, theirs).fused()
-
-        yield read
-
-
-def _kernel(expert: KernelExpert, places: Mapping[str, tuple[Shard, TensorInfo]], files: InputFiles) -> KernelLayout:
-    """Read the four tensors; raises ValueError for a missing one, and for one of another dtype or shape, unread."""
-    tensors = []
-    for name, (dtype_name, shape) in expert.shapes.items():
-        if name not in places:
-            raise ValueError(f"no tensor {name}")
-        shard, info = places[name]
-        if (info.dtype, info.shape) != (dtype_name, shape):
-            raise ValueError(f"{name} is {info.dtype} {list(info.shape)}, expected {dtype_name} {list(shape)}")
-        buffer = bytearray(info.nbytes)
-        files.read(shard.name, shard.header.data_start + info.start, memoryview(buffer))
-        dtype = torch.int32 if info.dtype == "I32" else torch.uint8
-        tensors.append(torch.frombuffer(buffer, dtype=dtype).view(info.shape))
-    return KernelLayout(*tensors)
+def _name(expert: AnyExpert) -> str:
+    return expert.prefix if isinstance(expert, SharedExpert) else expert.name

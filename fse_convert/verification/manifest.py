@@ -16,13 +16,14 @@ import msgspec
 import fse_convert
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.header import LENGTH_BYTES, TensorInfo
+from fse_convert.checkpoint.header import LENGTH_BYTES
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import InvalidCheckpoint, NotConvertible
 from fse_convert.plan.manifest import draft_manifest, shard_identities, small_digests
 from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import Source
+from fse_convert.plan.tensors import Copied, Padded
 from fse_convert.servers.judge import ALL_TARGETS
 from fse_convert.sidecar.manifest import (
     CHANGE_ARGUMENTS,
@@ -35,7 +36,7 @@ from fse_convert.sidecar.manifest import (
     read_value,
     typed,
 )
-from fse_convert.verification.expected import ExpectedOutput, Padded, swiglu_limit
+from fse_convert.verification.expected import ExpectedOutput, swiglu_limit
 from fse_convert.verification.findings import (
     ABSENT,
     BOUND,
@@ -43,6 +44,7 @@ from fse_convert.verification.findings import (
     NO_LAYERS,
     SEED,
     TOKENS,
+    Like,
     Mismatch,
     StorageResult,
     json_mismatches,
@@ -53,7 +55,9 @@ from fse_convert.verification.loss import DIGITS, ExpertLoss, MatrixLoss, rounde
 READ_BACK_KEYS = ("proof", "files", "tensors", DIGEST)
 """Keys that a conversion adds after it has read its output back, in their order."""
 FIGURES = tuple(f.name for f in fields(MatrixLoss))
-A_FIGURE = f"a number of {DIGITS} digits"
+A_FIGURE = Like(
+    f"a number of {DIGITS} digits", lambda value: isinstance(value, float) and isfinite(value) and value == rounded(value)
+)
 NOTHING_TO_RUN_ON = {"status": "not-run", "reason": NO_LAYERS}
 
 
@@ -126,8 +130,8 @@ def plan_again(manifest: Manifest, source: Source) -> Plan | Mismatch:
 
 def derived_keys(expected: ExpectedOutput) -> dict[str, Any]:
     """Return the keys of the manifest that are derived apart from the planner: a conversion drafts all others from its plan."""
-    padded = {t.name: list(t.holds.info.shape) for t in expected.tensors if isinstance(t.holds, Padded)}
-    copied = ((t.name, t.holds.name) for t in expected.tensors if isinstance(t.holds, TensorInfo))
+    padded = {t.name: list(t.change.source.shape) for t in expected.tensors if isinstance(t.change, Padded)}
+    copied = ((t.name, t.change.source.name) for t in expected.tensors if isinstance(t.change, Copied))
     renamed = {name: old for name, old in copied if name != old}
     derived = {"config_edits": msgspec.to_builtins(expected.config_edits), "padded": padded}
     return {**derived, "renamed": renamed} if renamed else derived
@@ -205,48 +209,39 @@ def proof_mismatches(
     if not isinstance(proof, dict):
         return [Mismatch("manifest", MANIFEST, expected="proof an object", found=short(proof))]
     proved = manifest.value.get("files") is not None
-    layers, numerics = len(expected.experts), proof.get("numerics")
+    numerics = proof.get("numerics") != NOT_ASKED
     return _compare(
         "proof",
         {
-            "storage": _expected_storage(proof.get("storage"), result, tensors) if proved else NOT_ASKED,
-            "numerics": _expected_numerics(numerics, expected) if proved and numerics != NOT_ASKED else NOT_ASKED,
-            "kernel": _expected_kernel(proof.get("kernel"), layers) if numerics != NOT_ASKED else NOT_ASKED,
+            "storage": _expected_storage(result, tensors) if proved else NOT_ASKED,
+            "numerics": _expected_numerics(expected) if proved and numerics else NOT_ASKED,
+            "kernel": _expected_kernel(proof.get("kernel"), len(expected.experts)) if numerics else NOT_ASKED,
         },
         proof,
     )
 
 
-def _expected_storage(recorded: Any, result: StorageResult, tensors: Mapping[str, int]) -> dict[str, Any]:
-    """After a sample, accept recorded counts that are no smaller than what was seen."""
+def _expected_storage(result: StorageResult, tensors: Mapping[str, int]) -> dict[str, Any]:
+    """After a sample, accept counts that are no smaller than what was seen."""
     record = storage_record(tensors, result.coverage.bytes, result.coverage.files)
     edited = result.findings.edited
-    if isinstance(recorded, dict) and (result.sample is not None or not result.passed or edited):
-        spare = {"bytes": sum(result.files[n].size for n in edited & result.files.keys()), "files": 0}
-        for key in ("bytes", "files"):
-            count = recorded.get(key)
-            record[key] = count if type(count) is int and count >= record[key] - spare[key] else record[key]
-    return record
+    if result.sample is None and result.passed and not edited:
+        return record
+    size = result.coverage.bytes - sum(result.files[n].size for n in edited & result.files.keys())
+    return record | {"bytes": _at_least(size, record["bytes"]), "files": _at_least(record["files"], record["files"])}
 
 
-def _expected_numerics(recorded: Any, expected: ExpectedOutput) -> dict[str, Any]:
-    """Accept recorded figures of what was rounded that could be such; whether they are right, `figure_mismatches` tells."""
+def _at_least(least: int, shown: int) -> Like:
+    return Like(shown, lambda count: type(count) is int and count >= least)
+
+
+def _expected_numerics(expected: ExpectedOutput) -> dict[str, Any]:
+    """Accept figures of what was rounded that could be such; whether they are right, `figure_mismatches` tells."""
     recoded = tuple(expected.recoded)
     lossy = [e for e in recoded if not e.lossless]
     matrices = {name: dict.fromkeys(FIGURES, A_FIGURE) for e in lossy for name in e.modules}
     losses = {"matrices": matrices, "outputs": dict.fromkeys((e.name for e in lossy), A_FIGURE)} if lossy else {}
-    record = numerics_record(expected.computed_layers, swiglu_limit(expected.source), len(recoded), losses)
-    stated: dict[str, Any] = _stated(record, recorded)
-    return stated
-
-
-def _stated(wanted: Any, recorded: Any) -> Any:
-    """Return what is wanted, with recorded figures in the place of `A_FIGURE`."""
-    if isinstance(wanted, dict):
-        held = recorded if isinstance(recorded, dict) else {}
-        return {key: _stated(value, held.get(key)) for key, value in wanted.items()}
-    fits = wanted == A_FIGURE and isinstance(recorded, float) and isfinite(recorded) and recorded == rounded(recorded)
-    return recorded if fits else wanted
+    return numerics_record(expected.computed_layers, swiglu_limit(expected.source), len(recoded), losses)
 
 
 def figure_mismatches(manifest: OutputManifest, losses: Iterable[ExpertLoss]) -> list[Mismatch]:
@@ -267,15 +262,10 @@ def _expected_kernel(recorded: Any, layers: int) -> dict[str, Any]:
     if not layers:
         return NOTHING_TO_RUN_ON
     if not isinstance(recorded, dict) or recorded.get("status") != "passed":
-        reason = recorded.get("reason") if isinstance(recorded, dict) else None
-        return {"status": "not-run", "reason": reason if reason in KERNEL_REASONS else " or ".join(KERNEL_REASONS)}
-    error, names = recorded.get("relative_l2"), {key: recorded.get(key) for key in ("device", "deep_gemm")}
-    return {
-        "status": "passed",
-        "layers": layers,
-        "relative_l2": error if isinstance(error, float) and isfinite(error) and 0 <= error < 1 else "a number from 0 to 1",
-        **{key: value if value is None or isinstance(value, str) else "a text" for key, value in names.items()},
-    }
+        return {"status": "not-run", "reason": Like(" or ".join(KERNEL_REASONS), lambda reason: reason in KERNEL_REASONS)}
+    text = Like("a text", lambda value: value is None or isinstance(value, str))
+    error = Like("a number from 0 to 1", lambda value: isinstance(value, float) and 0 <= value < 1)
+    return {"status": "passed", "layers": layers, "relative_l2": error, "device": text, "deep_gemm": text}
 
 
 def storage_record(tensors: Mapping[str, int], size: int, files: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Level 2 of the proof: what the fused shared expert computes, from the kernel's bytes and from the source's.
 
 Two readers feed one computation: `KernelLayout` finds every byte by the address that the kernel reads it from,
-`SourceLayout` by the checkpoint's blocks. A wrong byte, row, block or packing order therefore changes one side only.
+`StoredExpert` by the checkpoint's blocks. A wrong byte, row, block or packing order therefore changes one side only.
 
 Padded and unpadded agree bit for bit by construction, not by luck of a matrix library:
 
@@ -26,15 +26,18 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fse_convert.errors import EnvironmentFailure, Problem
 from fse_convert.model.moe import Role
-from fse_convert.verification.addresses import GROUP, ONE, ExpertWeights, Rows, SourceLayout
+from fse_convert.verification.addresses import GROUP, ONE, KernelLayout, Rows
 from fse_convert.verification.decode import decode_codes, decode_scales
+from fse_convert.verification.experts import StoredExpert, dequantize
+
+AnyExpert = KernelLayout | StoredExpert
+"""What a computation reads: rows of gate and up ``[width, hidden]`` and of down ``[hidden, width]``."""
 
 E4M3_MAX = 448.0
 WORKING_SET = 48 << 20
@@ -95,11 +98,12 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
 
 
 def _chunks(n: int, row_bytes: int) -> list[tuple[int, int]]:
-    step = max(8, WORKING_SET // row_bytes)
+    """Cut rows, in whole groups: only the last group may be completed, so that every chunk has rows that are stored."""
+    step = max(1, WORKING_SET // row_bytes // GROUP) * GROUP
     return [(start, min(start + step, n)) for start in range(0, n, step)]
 
 
-def _linear(x: Rows, weights: ExpertWeights, role: Role) -> Tensor:
+def _linear(x: Rows, weights: AnyExpert, role: Role) -> Tensor:
     """Multiply ``x [t, k]`` by all ``n`` rows, float64 ``[t, n]``: exact in each group, then added in the order of K."""
     codes, scale = x
     n = weights.hidden if role is Role.DOWN else weights.width
@@ -139,7 +143,7 @@ class Trace:
         return self.output.float().bfloat16()
 
 
-def trace_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) -> Trace:
+def trace_expert(x: Tensor, weights: AnyExpert, limit: float | None = None) -> Trace:
     """Compute the fused expert for ``x`` BF16 ``[t, h]`` and keep every stage; memory grows with ``t``."""
     quantized = quantize_input(x)
     gate, up = (_linear(quantized, weights, role) for role in (Role.GATE, Role.UP))
@@ -147,18 +151,13 @@ def trace_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) 
     return Trace(gate, up, codes, scale, _linear((codes, scale), weights, Role.DOWN))
 
 
-def fused_expert(x: Tensor, weights: ExpertWeights, limit: float | None = None) -> Tensor:
+def fused_expert(x: Tensor, weights: AnyExpert, limit: float | None = None) -> Tensor:
     """Compute what the kernel returns for tokens without routed experts.
 
     ``x`` BF16 ``[t, h]``, on the device of ``weights``. Returns BF16 ``[t, h]``. ``limit``: the model's SwiGLU limit,
     None for none.
     """
     return trace_expert(x, weights, limit).y
-
-
-def _dequantize(rows: Rows) -> Tensor:
-    codes, scale = rows
-    return (decode_codes(codes).view(*scale.shape, GROUP) * decode_scales(scale)[:, :, None]).view(codes.shape)
 
 
 @dataclass(frozen=True)
@@ -169,23 +168,7 @@ class Exact:
     noise: float
 
 
-class Values(Protocol):
-    """An expert whose rows of gate and up ``[width, hidden]`` and of down ``[hidden, width]`` are read as float64."""
-
-    @property
-    def hidden(self) -> int: ...  # noqa: D102
-    @property
-    def width(self) -> int: ...  # noqa: D102
-    def values(self, role: Role, start: int, stop: int) -> Tensor: ...  # noqa: D102
-
-
-def _values(weights: ExpertWeights | Values, role: Role, start: int, stop: int) -> Tensor:
-    if isinstance(weights, ExpertWeights):
-        return _dequantize(weights.rows(role, start, stop))
-    return weights.values(role, start, stop)
-
-
-def exact_expert(x: Tensor, weights: ExpertWeights | Values, limit: float | None = None) -> Exact:
+def exact_expert(x: Tensor, weights: StoredExpert, limit: float | None = None) -> Exact:
     """Compute the dequantised expert in float64 by plain matrix products: no BF16, no requantisation.
 
     ``x`` BF16 ``[t, h]`` is quantised first, as for the kernel: what is measured is the expert, not the rounding of
@@ -194,9 +177,9 @@ def exact_expert(x: Tensor, weights: ExpertWeights | Values, limit: float | None
     signs: ``sqrt(sum d[t, j] ** 2 * |down[:, j]| ** 2)``.
     """
     hidden, width = weights.hidden, weights.width
-    x_th = _dequantize(quantize_input(x))
+    x_th = dequantize(quantize_input(x))
     gate, up = (
-        torch.cat([x_th @ _values(weights, role, *rows).to(x.device).T for rows in _chunks(width, 16 * hidden)], 1)
+        torch.cat([x_th @ weights.values(role, *rows).to(x.device).T for rows in _chunks(width, 16 * hidden)], 1)
         for role in (Role.GATE, Role.UP)
     )
     if limit is not None:
@@ -208,7 +191,7 @@ def exact_expert(x: Tensor, weights: ExpertWeights | Values, limit: float | None
     error = torch.maximum(a.abs() * relative, amax * (2 / E4M3_MAX) * 2**-10)  # the latter: half a subnormal step
     output, energy = [], torch.zeros(width, dtype=torch.float64, device=x.device)
     for rows in _chunks(hidden, 16 * width):
-        w_ns = _values(weights, Role.DOWN, *rows).to(x.device)
+        w_ns = weights.values(Role.DOWN, *rows).to(x.device)
         output.append(a @ w_ns.T)
         energy += w_ns.square_().sum(0)
     return Exact(torch.cat(output, 1), math.sqrt(float((error.square() @ energy).sum())))
@@ -301,7 +284,7 @@ def _stages(ours: Trace, expected: Trace) -> list[Difference]:
     ]
 
 
-def _padding(kernel: ExpertWeights, ours: Trace, s: int) -> list[Difference]:
+def _padding(kernel: AnyExpert, ours: Trace, s: int) -> list[Difference]:
     """Compare everything beyond source width ``s`` with what it must be: the layout's bytes, and what the run made of them."""
     g = s // GROUP
     different = []
@@ -318,7 +301,7 @@ def _padding(kernel: ExpertWeights, ours: Trace, s: int) -> list[Difference]:
     return different
 
 
-def check_numerics(kernel: ExpertWeights, source: SourceLayout, x: Tensor, limit: float | None = None) -> NumericsResult:
+def check_numerics(kernel: AnyExpert, source: StoredExpert, x: Tensor, limit: float | None = None) -> NumericsResult:
     """Prove that the kernel's bytes compute what the source does, bit for bit, and close to the exact expert.
 
     ``kernel``: the output's expert, in the kernel layout or as the standard layout has it after a change of format.

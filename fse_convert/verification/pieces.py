@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from fse_convert.checkpoint.names import SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.formats import Format
 from fse_convert.model.moe import Role
-from fse_convert.plan.tensors import Recoded
-from fse_convert.sidecar.tensors import KernelTensorName, is_originals_file
+from fse_convert.plan.tensors import Change, Computed, Copied, Padded, Recoded, SharedExpert
+from fse_convert.sidecar.tensors import K_PER_WORD, KernelTensorName, is_originals_file
 from fse_convert.verification.addresses import (
     GROUP,
     BlockScales,
@@ -26,45 +26,36 @@ from fse_convert.verification.addresses import (
     l1_weight_rows,
     l2_scale_bytes,
 )
-from fse_convert.verification.expected import Holds, KernelExpert, Padded
 from fse_convert.verification.recoded import TileScales, recoded_rows
+from fse_convert.verification.stand_ins import padded
 from fse_convert.verification.stream import CHUNK, InputFiles, Memory, Piece
 from fse_convert.verification.tensors import Rows, SourceTensors
 
+KINDS = {Copied: "unchanged", Padded: "padded", Computed: "kernel", Recoded: "recoded"}
+"""How changes are counted."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """What of an output is compared with which checkpoint; whatever is left out is only hashed.
 
-    ``checkpoint``: holds the bytes, below ``root``. ``main``: what standard-layout tensors must hold whose place and size are as
-    expected, ``originals`` what those must that were kept. ``experts``: whose tensor each comparable one of ``fse/`` is. ``same``:
-    files that must be equal.
+    ``checkpoint``: has the bytes, below ``root``. ``holds``: what tensors must hold that are comparable. ``same``: files that
+    must be equal.
     """
 
     checkpoint: Checkpoint
     root: Path
-    main: Mapping[str, Holds] = field(default_factory=dict)
-    originals: Mapping[str, Holds] = field(default_factory=dict)
-    experts: Mapping[str, KernelExpert] = field(default_factory=dict)
+    holds: Mapping[str, Mapping[str, Change]]
     same: Collection[str] = ()
 
     @property
     def kinds(self) -> dict[str, list[str]]:
         """Comparable tensors by kind; ``recoded`` and ``original`` only where formats changed."""
-        of = {kind: sorted(n for n, held in self.main.items() if isinstance(held, kind)) for kind in (TensorInfo, Padded, Recoded)}
-        changed = {"recoded": of[Recoded], "original": sorted(self.originals)}
-        return {
-            "unchanged": of[TensorInfo],
-            "padded": of[Padded],
-            "kernel": sorted(self.experts),
-            **{kind: names for kind, names in changed.items() if names},
-        }
-
-    def holds(self, shard: Shard) -> Mapping[str, Holds]:
-        """Return what tensors of a shard must hold, as far as it is not kernel layout."""
-        if is_originals_file(shard.name):
-            return self.originals
-        return {} if shard.name.startswith(f"{SIDECAR}/") else self.main
+        of: dict[str, list[str]] = {kind: [] for kind in (*KINDS.values(), "original")}
+        for file, changes in self.holds.items():
+            for name, change in changes.items():
+                of["original" if is_originals_file(file) else KINDS[type(change)]].append(name)
+        return {kind: sorted(names) for kind, names in of.items() if names or kind in ("unchanged", "padded", "kernel")}
 
 
 def plain_pieces(comparison: Comparison, name: str, size: int, source: SourceTensors) -> Iterator[Piece]:
@@ -76,8 +67,8 @@ def plain_pieces(comparison: Comparison, name: str, size: int, source: SourceTen
 
 def shard_pieces(comparison: Comparison, shard: Shard, chosen: Collection[str] | None, source: SourceTensors) -> Iterator[Piece]:
     """Cut a shard: neighbours that did not change, or are only hashed, are read as one. ``chosen``: a sample, or None."""
-    in_sidecar, start, holds = shard.name.startswith(f"{SIDECAR}/"), shard.header.data_start, comparison.holds(shard)
-    same = {name: held for t in shard.header.tensors if isinstance(held := holds.get(name := t.name), TensorInfo)}
+    in_sidecar, start, holds = shard.name.startswith(f"{SIDECAR}/"), shard.header.data_start, comparison.holds.get(shard.name, {})
+    same = {name: change.source for name, change in holds.items() if isinstance(change, Copied)}
     tiles = TileScales(source)
     if chosen is None:
         yield Piece(0, (("", start),))
@@ -85,13 +76,7 @@ def shard_pieces(comparison: Comparison, shard: Shard, chosen: Collection[str] |
     for t in shard.header.tensors:
         if (chosen is not None and t.name not in chosen) or (in_sidecar and not t.nbytes):  # the tripwire holds nothing
             continue
-        rows, held = None, holds.get(t.name)
-        if in_sidecar and t.name in comparison.experts:
-            rows = _kernel_rows(t, comparison.experts[t.name], source)
-        elif isinstance(held, Padded):
-            rows = _padded_rows(held, source)
-        elif isinstance(held, Recoded):
-            rows = recoded_rows(held, source, tiles)
+        rows = _computed_rows(holds.get(t.name), source, tiles)
         if run and (rows or not _follows(run[-1], t, same)):
             yield from _run(run, start, same, source)
             run = []
@@ -101,6 +86,15 @@ def shard_pieces(comparison: Comparison, shard: Shard, chosen: Collection[str] |
             run.append(t)
     if run:
         yield from _run(run, start, same, source)
+
+
+def _computed_rows(change: Change | None, source: SourceTensors, tiles: TileScales) -> Rows | None:
+    """Describe what a tensor holds that is not a source tensor as it is."""
+    if isinstance(change, Padded):
+        return _padded_rows(change, source)
+    if isinstance(change, Recoded):
+        return recoded_rows(change, source, tiles)
+    return _kernel_rows(change.name, change.shared, source) if isinstance(change, Computed) else None
 
 
 def _follows(last: TensorInfo, t: TensorInfo, same: Mapping[str, TensorInfo]) -> bool:
@@ -154,46 +148,43 @@ def _by_rows(name: str, start: int, rows: Rows) -> Iterator[Piece]:
 
 
 def _padded_rows(p: Padded, source: SourceTensors) -> Rows:
-    rows, (size, new_size) = p.info.shape[0], p.sizes
     fill = torch.tensor(list(p.fill), dtype=torch.uint8)
-    column = size // len(fill)
+    column = p.row_bytes // len(fill)
 
     def expected(first: int, count: int, memory: Memory) -> memoryview:
-        real = max(0, min(count, rows - first))
-        held = memory.take("source", real * size)
+        real = max(0, min(count, p.rows - first))
+        held = memory.take("source", real * p.row_bytes)
         if real:
-            source.read(p.info, first * size, held)
-        if real == count and size == new_size:
+            source.read(p.source, first * p.row_bytes, held)
+        if real == count and p.row_bytes == p.new_row_bytes:
             return held
-        out = memory.take("expected", count * new_size)
+        out = memory.take("expected", count * p.new_row_bytes)
         elements = _tensor(out).view(count, -1, len(fill))
         elements[real:] = fill
         elements[:real, column:] = fill
         elements[:real, :column] = _tensor(held).view(real, column, len(fill))
         return out
 
-    return Rows(p.shape[0], new_size, expected, lambda row, at: row >= rows or at >= size)
+    return Rows(p.new_rows, p.new_row_bytes, expected, lambda row, at: row >= p.rows or at >= p.row_bytes)
 
 
-def _kernel_rows(t: TensorInfo, expert: KernelExpert, source: SourceTensors) -> Rows:
-    h, s, width, part = expert.group.hidden, expert.width, expert.group.width, t.name.removeprefix(f"{expert.prefix}.")
-    if part == KernelTensorName.L1_WEIGHT:
+def _kernel_rows(name: KernelTensorName, expert: SharedExpert, source: SourceTensors) -> Rows:
+    h, s, width = expert.group.hidden, expert.width, expert.group.width
+    if name is KernelTensorName.L1_WEIGHT:
         return Rows(2 * s, h, partial(_l1_rows, expert, source), lambda row, _: _of_row(l1_weight_rows, row) >= width, 16)
-    if part == KernelTensorName.L2_WEIGHT:
-        return _padded_rows(Padded(expert.tensor(Role.DOWN, scale=False), (h, s), b"\0"), source)
-    gate, up, down = (block_scales(expert.tensor(role, scale=True), expert.group.formats[role], source) for role in Role)
-    if part == KernelTensorName.L1_SCALE:
-        return _scale_rows(
-            t, lambda words: l1_scale_bytes(gate, up, s, words), lambda _, at: _of_row(l1_scale_rows, at // 4) >= width
-        )
-    return _scale_rows(t, lambda words: l2_scale_bytes(down, words), lambda word, at: GROUP * (4 * word + at % 4) >= width)
+    if name is KernelTensorName.L2_WEIGHT:
+        return _padded_rows(padded(expert.weight(Role.DOWN), (h, s), b"\0"), source)
+    gate, up, down = (block_scales(expert.scale(role), expert.group.formats[role], source) for role in Role)
+    if name is KernelTensorName.L1_SCALE:
+        return _scale_rows((2 * s, h), partial(l1_scale_bytes, gate, up, s), lambda _, at: _of_row(l1_scale_rows, at // 4) >= width)
+    return _scale_rows((h, s), partial(l2_scale_bytes, down), lambda word, at: GROUP * (4 * word + at % 4) >= width)
 
 
 def _of_row(logical: Callable[[Tensor], tuple[Tensor, Tensor]], physical: int) -> int:
     return int(logical(torch.tensor(physical))[1])
 
 
-def _l1_rows(expert: KernelExpert, source: SourceTensors, first: int, count: int, memory: Memory) -> memoryview:
+def _l1_rows(expert: SharedExpert, source: SourceTensors, first: int, count: int, memory: Memory) -> memoryview:
     """Return physical rows ``[first, first + count)`` of the L1 weight; both are multiples of 16."""
     h, width = expert.group.hidden, expert.group.width
     low, high = (min(width, d // 2) for d in (first, first + count))
@@ -201,7 +192,7 @@ def _l1_rows(expert: KernelExpert, source: SourceTensors, first: int, count: int
     rows = memory.take("source", (2 * real + 1) * h)
     for half, role in enumerate((Role.GATE, Role.UP)):
         if real:
-            source.read(expert.tensor(role, scale=False), low * h, rows[half * real * h : (half + 1) * real * h])
+            source.read(expert.weight(role), low * h, rows[half * real * h : (half + 1) * real * h])
     rows[2 * real * h :] = bytes(h)
     half_of, row_of = l1_weight_rows(torch.arange(first, first + count))
     index = torch.where(row_of < width, half_of * real + row_of - low, 2 * real)
@@ -210,16 +201,19 @@ def _l1_rows(expert: KernelExpert, source: SourceTensors, first: int, count: int
     return out
 
 
-def _scale_rows(t: TensorInfo, compute: Callable[[range], Tensor], is_padding: Callable[[int, int], bool]) -> Rows:
-    """Describe a scale tensor, whose rows are columns of words. ``compute``: some of them, uint8."""
-    words, physical_rows = t.shape
+def _scale_rows(shape: tuple[int, int], compute: Callable[[range], Tensor], is_padding: Callable[[int, int], bool]) -> Rows:
+    """Describe the scales of a weight of ``shape`` [n, k] in the kernel layout, whose rows are columns of words.
+
+    ``compute``: some of them, uint8.
+    """
+    n, k = shape
 
     def expected(first: int, count: int, memory: Memory) -> memoryview:
-        out = memory.take("expected", count * 4 * physical_rows)
+        out = memory.take("expected", count * 4 * n)
         _tensor(out).copy_(compute(range(first, first + count)).flatten())
         return out
 
-    return Rows(words, 4 * physical_rows, expected, is_padding)
+    return Rows(k // K_PER_WORD, 4 * n, expected, is_padding)
 
 
 def block_scales(info: TensorInfo, f: Format, source: SourceTensors) -> BlockScales:

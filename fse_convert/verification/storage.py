@@ -8,7 +8,7 @@ functions. One pass reads both sides once, several files at a time, and makes th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,25 +22,23 @@ from fse_convert.checkpoint.reader import Checkpoint, Shard, read_checkpoint
 from fse_convert.errors import VerificationFailure
 from fse_convert.model.moe import Role
 from fse_convert.plan.plan import Plan
+from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source, describe_source
+from fse_convert.plan.tensors import Computed, Copied, SharedExpert, TensorSpec
 from fse_convert.progress import Event, Observer, ignore
 from fse_convert.sidecar.manifest import FileDigest
 from fse_convert.sidecar.reader import originals_names, read_shards, shard_names
-from fse_convert.sidecar.tensors import shard_metadata
+from fse_convert.sidecar.tensors import K_PER_WORD, shard_metadata
 from fse_convert.torch_threads import one_torch_thread
-from fse_convert.verification.expected import PACKED, ExpectedOutput, KernelExpert, kernel_experts
+from fse_convert.verification.expected import TORCH, ExpectedFile, ExpectedOutput, kernel_experts, kernel_tensors
 from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, choose, text_mismatches
 from fse_convert.verification.headers import (
-    ORIGINALS_METADATA,
+    Holds,
     check_clutter,
     check_files,
-    check_kernel_headers,
-    check_kernel_tensors,
-    check_originals,
-    check_standard_layout,
+    check_shards,
+    check_tensors,
     clutter_notes,
-    entries_of,
-    expected_texts,
     header_mismatches,
     index_mismatches,
     refusals,
@@ -105,7 +103,7 @@ def prove_storage(
         findings.add(planned)
         return nothing, None
     expected = ExpectedOutput.of(planned)
-    texts = expected_texts(expected)
+    texts = expected.texts
     if plan is not None:
         findings.add(*key_mismatches(derived_keys(expected), manifest))
     else:
@@ -116,15 +114,12 @@ def prove_storage(
             return nothing, None
         findings.add(*manifest_mismatches(keys, manifest))
     checkpoint, sidecar, kept = _open(out, findings)
-    comparison = Comparison(
-        source.checkpoint,
-        source.folder.root,
-        main=check_standard_layout(expected, out, checkpoint.shards, findings),
-        originals=check_originals(expected, out, kept, findings),
-        experts=_comparable(source, expected.experts, expected.files, sidecar, findings),
-    )
-    check_kernel_headers(expected, out, sidecar, findings)
-    comparison.same = check_files(expected, out, findings)
+    parts = (expected.standard, checkpoint.shards), (expected.originals, kept), (expected.kernel, sidecar)
+    holds: Holds = {}
+    for files, shards in parts:
+        holds |= check_shards(files, source.folder, out, shards, findings)
+    holds = _without(_inexact(source, expected.experts, findings), holds)
+    comparison = Comparison(source.checkpoint, source.folder.root, holds, check_files(expected, out, findings))
     for name, text in texts.items():
         if name in out.files:
             findings.add(*text_mismatches(name, text, out.read(name)))
@@ -148,18 +143,23 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     source = describe_source(checkpoint, manifest.model.family)
     verdicts = manifest.verdicts if manifest.contract else {}
     experts = kernel_experts(source.description, verdicts, manifest.model.shared_kernel_width)
-    for shard in kept:
-        findings.add(*header_mismatches(out, shard, entries_of(shard), ORIGINALS_METADATA))
-    for shard in sidecar:
-        findings.add(*header_mismatches(out, shard, entries_of(shard), shard_metadata(manifest.contract_name)))
-    right = _comparable(source, experts, {}, sidecar, findings)
+    for shards, metadata in ((kept, TORCH), (sidecar, shard_metadata(manifest.contract_name))):
+        for shard in shards:
+            own = tuple(TensorSpec(t.name, t.dtype, t.shape, Copied(t)) for t in shard.header.tensors)
+            findings.add(*header_mismatches(out, shard, ExpectedFile(own, metadata).header(out)))
+    places = {t.name: ("", t) for e in experts for t in kernel_tensors(e)}
+    if experts:
+        wire = tripwire(checkpoint)
+        places[wire.name] = next((s.name for s in sidecar), ""), wire
+    holds = check_tensors(places, sidecar, findings)
+    undone = _inexact(source, experts, findings)
     for e in (e for e in experts if not _has_kernel_shape(e)):
         want, got = "shapes that the kernel takes", f"width {e.group.width} -> {e.width}, hidden size {e.group.hidden}"
         findings.add(Mismatch("manifest", MANIFEST, e.prefix, expected=want, found=got))
     width = manifest.model.n_shared_experts * manifest.model.width.source
-    comparable = {n: e for n, e in right.items() if _has_kernel_shape(e) and _ends_with_block(e, width)}
+    undone |= {e.prefix for e in experts if not (_has_kernel_shape(e) and _ends_with_block(e, width))}
     check_clutter(out, findings)
-    comparison = Comparison(checkpoint, out.root, experts=comparable)
+    comparison = Comparison(checkpoint, out.root, _without(undone, holds))
     result = _read_back(output, comparison, (*checkpoint.shards, *sidecar, *kept), findings, observe)
     findings.add(*digest_mismatches(manifest, result))
     return result
@@ -181,34 +181,33 @@ def _open(out: LocalFolder, findings: Findings) -> tuple[Checkpoint, list[Shard]
     return opened.checkpoint, sidecar, kept
 
 
-def _comparable(
-    source: Source,
-    experts: Iterable[KernelExpert],
-    files: Mapping[str, Iterable[KernelExpert]],
-    sidecar: Iterable[Shard],
-    findings: Findings,
-) -> dict[str, KernelExpert]:
-    """Check the tensors in ``fse/``, and that the layout can hold FP32 scales; return whose tensor each comparable one is."""
-    right = check_kernel_tensors(source, experts, files, sidecar, findings)
+def _inexact(source: Source, experts: Iterable[SharedExpert], findings: Findings) -> set[str]:
+    """Name the experts whose FP32 scales the kernel layout cannot hold."""
     inexact = set()
     with InputFiles(source.folder.root) as opened:
         tensors = SourceTensors.of(source.checkpoint, opened)
         for expert, role in ((e, r) for e in experts for r in Role if e.group.formats[r].scale_dtype == "F32"):
             try:
-                block_scales(expert.tensor(role, scale=True), expert.group.formats[role], tensors)
+                block_scales(expert.scale(role), expert.group.formats[role], tensors)
             except ValueError as e:
-                shard = expert.tensor(role, scale=True).shard
+                shard = expert.scale(role).shard
                 findings.add(Mismatch("scale-inexact", shard, expert.prefix, expected="powers of two", found=str(e)))
                 inexact.add(expert.prefix)
-    return {name: e for name, e in right.items() if e.prefix not in inexact}
+    return inexact
 
 
-def _has_kernel_shape(expert: KernelExpert) -> bool:
+def _without(experts: Collection[str], holds: Holds) -> Holds:
+    """Leave out the kernel layout of some experts, by prefix."""
+    left_out = {n for held in holds.values() for n, c in held.items() if isinstance(c, Computed) and c.shared.prefix in experts}
+    return {file: {n: c for n, c in held.items() if n not in left_out} for file, held in holds.items()} if left_out else holds
+
+
+def _has_kernel_shape(expert: SharedExpert) -> bool:
     """Tell whether the layout is defined for a recorded width: in whole words of scales, and no narrower than what it holds."""
-    return expert.width % PACKED == 0 and expert.group.hidden % PACKED == 0 and expert.group.width <= expert.width
+    return expert.width % K_PER_WORD == 0 and expert.group.hidden % K_PER_WORD == 0 and expert.group.width <= expert.width
 
 
-def _ends_with_block(expert: KernelExpert, width: int) -> bool:
+def _ends_with_block(expert: SharedExpert, width: int) -> bool:
     """Tell whether a scale block ends where the source's width does, in all three projections."""
     blocks = {role: f.block or (1, 1) for role, f in expert.group.formats.items()}
     return all(width % (block[1] if role is Role.DOWN else block[0]) == 0 for role, block in blocks.items())

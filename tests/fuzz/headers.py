@@ -92,7 +92,7 @@ def checkpoint(data: bytes) -> None:
         return
     for target in TARGETS[:4]:
         try:
-            list(notes(make_plan(opened, description, Options(target, allow_unfused=True)), size=str))
+            list(notes(make_plan(opened, description, Options(target, allow_unfused=True))))
             COUNTS["planned"] += 1
         except FseConvertError:
             continue

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fse_convert.errors import size
 from fse_convert.plan.ranks import Ranks, ranks
 from fse_convert.servers.sharding import ENGINES, Load
 from fse_convert.testing.memory import PROJ, Tensors, W, expert, plans_of, subject_of
@@ -40,7 +41,7 @@ def answer(model_type: str, tensors: Tensors, config: dict[str, Any], tp: int = 
 
 def lines(found: Ranks | None) -> list[tuple[str, str]]:
     assert found
-    return list(found.lines(lambda n: f"{n:.0f} bytes"))
+    return list(found.lines())
 
 
 def test_a_width_that_no_server_cuts_into_whole_blocks() -> None:
@@ -54,7 +55,7 @@ def test_a_width_that_no_server_cuts_into_whole_blocks() -> None:
         ),
         ("TP 8: SGLang refuses routed experts, 192 wide per rank, not whole blocks of 128.", ""),
         (
-            f"{smallest}: {2 * 3 * matrix} bytes more on disk, 33 % more expert arithmetic.",
+            f"{smallest}: {size(2 * 3 * matrix)} more on disk, 33 % more expert arithmetic.",
             "fse-convert 'my model' OUT --tp 8",
         ),
     ]

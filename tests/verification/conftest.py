@@ -1,18 +1,21 @@
-"""Random shared experts in both layouts, and a converted checkpoint to edit."""
+"""Random shared experts in both layouts, a converted checkpoint to edit, and a GPU and a DeepGEMM that are not there."""
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fse_convert.layout import megamoe, padding, ue8m0
-from fse_convert.verification.addresses import KernelLayout, SourceLayout
+from fse_convert.verification.addresses import KernelLayout
 from tests.verification.recipes import KNOBS, Recipe
+from tests.verification.source_layout import SourceLayout
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -103,3 +106,25 @@ def changed(made: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[R
         return known[recipe.name]
 
     return make
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """``device(SM100)`` makes torch report that GPU, while tensors stay on the CPU."""
+
+    def set_device(facts: tuple[str, tuple[int, int]] | None) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: facts is not None)
+        if facts:
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: facts[0])
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: facts[1])
+
+    return set_device
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch):
+    def install(module: Any) -> Any:
+        monkeypatch.setitem(sys.modules, "deep_gemm", module)
+        return module
+
+    return install

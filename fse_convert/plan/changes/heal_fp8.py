@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fse_convert.model.formats import E8M0_DTYPES, StorageKind
+from fse_convert.checkpoint.header import E8M0_DTYPES
+from fse_convert.model.formats import StorageKind
 from fse_convert.model.quantization import FP8_METHODS, READ_BY
 from fse_convert.plan.changes.change import ConfigChange, FormatChange
 from fse_convert.plan.changes.modules import Tensors, f32_scales, is_all, matrices, projection_names, stored_alike, unquantised

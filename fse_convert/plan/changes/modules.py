@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fse_convert.checkpoint.header import TensorInfo
+from fse_convert.checkpoint.header import E8M0_DTYPES, TensorInfo
 from fse_convert.checkpoint.names import natural_key
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.formats import E8M0_DTYPES, SCALARS, SCALES, WEIGHTS, Format, FormatError, StorageKind, read_format
+from fse_convert.model.formats import SCALARS, SCALES, WEIGHTS, Format, FormatError, StorageKind, read_format
 from fse_convert.model.grouping import ROUTED
 from fse_convert.model.moe import Projection
 from fse_convert.plan.tensors import Copied, Recoded, Rule, TensorSpec

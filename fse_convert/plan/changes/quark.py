@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fse_convert.model.formats import E8M0_DTYPES, FP4_WEIGHTS, FP8_WEIGHTS, Format, StorageKind
+from fse_convert.checkpoint.header import E8M0_DTYPES
+from fse_convert.model.formats import FP4_WEIGHTS, FP8_WEIGHTS, Format, StorageKind
 from fse_convert.model.grouping import ROUTED
 from fse_convert.plan.changes.modules import Tensors, every_matrix, linears, relabelled, stored_alike, unquantised
 from fse_convert.servers.subject import Subject

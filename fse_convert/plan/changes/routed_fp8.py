@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fse_convert.checkpoint.reader import garbage_collection_paused
 from fse_convert.errors import Problem
-from fse_convert.layout.sizes import ceil_div
+from fse_convert.layout.sizes import GROUP, ceil_div
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.quantization import FP8_METHODS
 from fse_convert.plan.changes.change import FormatChange, Result
@@ -14,8 +14,6 @@ from fse_convert.plan.tensors import Recoded, Rule, TensorSpec
 from fse_convert.servers.subject import Subject
 
 NAME = "routed-fp8"
-GROUP = 32
-"""Columns of an MXFP4 weight that share a scale."""
 
 
 @garbage_collection_paused()

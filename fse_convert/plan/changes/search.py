@@ -71,12 +71,11 @@ class Candidates:
         if len(names) > 1:
             message = "routed experts in FP8 and shared experts in MXFP4 fuse nowhere"
             raise NotConvertible(Problem("changes-combined", message, hint="choose one of --routed and --shared"))
-        for name in names:
-            change = self.recoding(name, ())
-            if isinstance(change, Problem) and isinstance(self.recoding(name, self.heals), Problem):
+        for change in map(self._possible, names):
+            if isinstance(change, Problem):
                 raise NotConvertible(change)
-        if not all(self._permitted(name, options) for name in names):
-            raise NotConvertible(Problem("lossy", "this change loses precision", "--shared mxfp4", "--lossy permits it"))
+            if not (options.lossy or change.lossless):
+                raise NotConvertible(Problem("lossy", "this change loses precision", "--shared mxfp4", "--lossy permits it"))
         if options.heal and not self.heals:
             raise NotConvertible(Problem("nothing-to-heal", "config and headers show no defect that is known", "--heal"))
         return names
@@ -86,7 +85,8 @@ class Candidates:
         asked = self.asked(options)
         bases = [asked]
         if options.target and not isinstance(options.target, Target) and not asked:
-            bases += [[name] for name in RECODINGS if self._permitted(name, options)]
+            possible = {name: change for name in RECODINGS if isinstance(change := self._possible(name), FormatChange)}
+            bases += [[name] for name, change in possible.items() if options.lossy or change.lossless]
         for names in bases:
             if not options.heal:
                 yield names, ()
@@ -97,10 +97,12 @@ class Candidates:
         """Yield every recoding on the healed config, or why it does not apply."""
         return (self.recoding(name, self.heals) for name in RECODINGS)
 
-    def _permitted(self, name: str, options: Options) -> bool:
-        change = self.recoding(name, ())
-        change = self.recoding(name, self.heals) if isinstance(change, Problem) else change
-        return options.lossy or isinstance(change, Problem) or change.lossless
+    def _possible(self, name: str) -> Result:
+        """Return a recoding, on the healed config if need be; why it does not apply to the config as it is if neither helps."""
+        plain = self.recoding(name, ())
+        if isinstance(plain, FormatChange) or isinstance(healed := self.recoding(name, self.heals), Problem):
+            return plain
+        return healed
 
 
 def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fse_convert.checkpoint.reader import garbage_collection_paused
 from fse_convert.errors import Problem
+from fse_convert.layout.sizes import GROUP
 from fse_convert.model.description import LayerDescription
 from fse_convert.model.families_shared import DEEPSEEK_V4
 from fse_convert.model.formats import StorageKind
@@ -27,8 +28,6 @@ from fse_convert.servers.sglang_quark import specs
 from fse_convert.servers.subject import Subject
 
 NAME = "shared-mxfp4"
-GROUP = 32
-"""Elements of a row that share a scale."""
 
 
 @garbage_collection_paused()

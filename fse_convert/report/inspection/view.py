@@ -143,7 +143,7 @@ class View:
         self.costs = cost_rows(found)
         self.cost_title, self.cost_note = cost_words(found.costs) if found.costs else ("", "")
         self.advised_cost = advised_cost(found)
-        self.offers = [*(found.ranks.lines(size) if found.ranks else ()), *found.offers.lines(size)]
+        self.offers = [*(found.ranks.lines() if found.ranks else ()), *found.offers.lines()]
 
     def _numbered(self, row: Row) -> Row:
         return replace(row, numbers=", ".join(str(self.reasons.index(r) + 1) for r in row.reasons))

@@ -5,7 +5,7 @@ Installed beside SGLang it loads by itself (entry point group ``sglang.srt.plugi
 
 * takes the fused shared experts from ``fse/`` of the folder being served, where there is one, and lets SGLang make them elsewhere;
 * frees the plain weights and scales of those shared experts, and the routed scales that the kernel has copies of;
-* refuses checkpoints whose scales SGLang drops in silence (`storage`), whatever runs them;
+* refuses checkpoints whose scales SGLang drops in silence (`lost_scales`), whatever runs them;
 * refuses the ways of running SGLang that would read what is freed, and says in one line per model what is fused.
 
 `hooks` are what SGLang calls; `modes` and `guards` say what would read freed weights, at start-up and by a request; `modules`

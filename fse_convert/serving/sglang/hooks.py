@@ -15,7 +15,7 @@ from fse_convert.checkpoint.names import INDEX, MANIFEST, SIDECAR
 from fse_convert.servers.naming import for_version
 from fse_convert.servers.targets import TARGETS, Target
 from fse_convert.serving.sglang import guards, modes, modules
-from fse_convert.serving.sglang.storage import refuse_lost_scales
+from fse_convert.serving.sglang.lost_scales import refuse_lost_scales
 from fse_convert.serving.sidecar import UNPROVED, KernelShared, Sidecar, open_sidecar, refuse
 
 logger = logging.getLogger(__name__)

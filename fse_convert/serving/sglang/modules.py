@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fse_convert.layout.sizes import GROUP
 from fse_convert.serving.sidecar import KernelShared, refuse
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def _row_scales(linear: Any, n: int, k: int) -> Tensor:
     else:
         rows, columns = linear.quant_method.quant_config.weight_block_size
     values = ue8m0.to_fp32(loaded) if loaded.dtype in {torch.uint8, torch.float8_e8m0fnu} else loaded.float()
-    return values.repeat_interleave(rows, 0).repeat_interleave(columns // ue8m0.GROUP, 1)[:n, : k // ue8m0.GROUP]
+    return values.repeat_interleave(rows, 0).repeat_interleave(columns // GROUP, 1)[:n, : k // GROUP]
 
 
 def _same_bits(loaded: Tensor, ours: Tensor, loaded_scale: Tensor, scale: Tensor) -> bool:
