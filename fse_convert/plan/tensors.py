@@ -151,12 +151,6 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     change: Change
 
-    @property
-    def as_is(self) -> bool:
-        """Whether it is a tensor of the source, its name and dtype included."""
-        c = self.change
-        return isinstance(c, Copied) and (self.name, self.dtype, self.shape) == (c.source.name, c.source.dtype, c.source.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
@@ -172,7 +166,8 @@ class OutputTensor:
     @property
     def as_is(self) -> bool:
         """Whether it is a tensor of the source, its name and dtype included."""
-        return TensorSpec(self.name, self.dtype, self.shape, self.change).as_is
+        c = self.change
+        return isinstance(c, Copied) and (self.name, self.dtype, self.shape) == (c.source.name, c.source.dtype, c.source.shape)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What an output must hold, derived from the source, its widths, and the names of the changes of format.
 
 Verdicts, widths and which changes are made are the plan's. Names, shapes, padding, edits of widths and headers are worked out here
-and in ``stand_ins.py`` a second time, on purpose without the planner's and the writer's code: a mistake there shows as a mismatch.
+a second time, on purpose without the planner's and the writer's code: a mistake there shows as a mismatch.
 """
 
 from __future__ import annotations
@@ -14,24 +14,70 @@ from typing import Any
 
 from fse_convert.checkpoint.encoding import encode_header, encode_json, header_entries
 from fse_convert.checkpoint.folder import Folder
-from fse_convert.checkpoint.header import BITS
+from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.checkpoint.names import CONFIG, INDEX
-from fse_convert.checkpoint.reader import Shard
-from fse_convert.model.description import Description, ExpertGroup
+from fse_convert.checkpoint.reader import Checkpoint, Shard
+from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.model.family import SECTIONS, place
-from fse_convert.model.formats import StorageKind
+from fse_convert.model.formats import Format, StorageKind
+from fse_convert.model.moe import Role
 from fse_convert.plan.changes.change import ConfigChange, changed_config
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source
-from fse_convert.plan.tensors import Computed, Copied, Padded, Recoded, Rule, SharedExpert, TensorSpec
+from fse_convert.plan.tensors import Computed, Recoded, Rule, SharedExpert
 from fse_convert.sidecar.manifest import FUSED, ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, original_name, originals_file, shard_metadata
 from fse_convert.verification.findings import SEED, LayerCoverage, Sample, choose
-from fse_convert.verification.stand_ins import Tensors, kept_originals, padded_tensors, stand_ins
+from fse_convert.verification.stand_ins import Tensors, kept_originals, stand_ins
 
 TORCH = {"format": "pt"}
 """Metadata that loaders ask for in a file that is written."""
+
+
+ONES = {"F8_E8M0": b"\x7f", "U8": b"\x7f", "F32": b"\0\0\x80\x3f", "F8_E4M3": b"\x38", "BF16": b"\x80\x3f"}
+"""The code of 1.0, which pads scales, by their dtype; weights are padded with zero bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A stored matrix at the head of a larger one of ``shape``, ``fill`` (one element) in all the rest."""
+
+    info: TensorInfo
+    shape: tuple[int, ...]
+    fill: bytes
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a row, and of a row of the larger one."""
+        old, new = (prod(shape[1:]) * len(self.fill) for shape in (self.info.shape, self.shape))
+        return old, new
+
+
+Holds = TensorInfo | Padded | Recoded | Computed | None
+"""What a tensor of the output must hold: a source tensor's bytes, these at the head of a larger matrix, values coded again, part of a
+shared expert in the kernel layout, or nothing (the tripwire)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTensor:
+    """A tensor that the output must have."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    holds: Holds
+
+    @property
+    def as_is(self) -> bool:
+        """Whether it is a tensor of the source, its name and dtype included."""
+        h = self.holds
+        return isinstance(h, TensorInfo) and (self.name, self.dtype, self.shape) == (h.name, h.dtype, h.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return prod(self.shape) * BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +87,7 @@ class ExpectedFile:
     ``source``: the shard of the same name, where the file is one.
     """
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[ExpectedTensor, ...]
     metadata: Mapping[str, str]
     source: Shard | None = None
 
@@ -109,20 +155,20 @@ class ExpectedOutput:
         held = {e.prefix for e in experts}
         names = [(v.layer.layer.name, v) for v in judged]
         recoded = stand_ins(source, [change.name for change in decision.changes])
-        changed = recoded | padded_tensors(source.description, decision.source_width, decision.main_width)
+        padded = padded_tensors(source.description, decision.source_width, decision.main_width)
         kept = set() if plan.options.drop_originals else kept_originals(recoded)
         shards = source.checkpoint.shards
         return cls(
             plan=plan,
-            standard={s.name: _standard(s, changed) for s in shards},
+            standard={s.name: _file(s, padded, recoded) for s in shards},
             kernel=_kernel(plan, experts),
-            originals={originals_file(s.name): ExpectedFile(found, TORCH) for s in shards if (found := _originals(s, kept))},
+            originals={originals_file(s.name): ExpectedFile(found, TORCH) for s in shards if (found := tuple(_originals(s, kept)))},
             experts=experts,
             left_out=tuple((name, _why(v)) for name, v in names if kernel_prefix(name) not in held),
         )
 
     @property
-    def tensors(self) -> Iterator[TensorSpec]:
+    def tensors(self) -> Iterator[ExpectedTensor]:
         """The tensors of the standard layout."""
         return (t for file in self.standard.values() for t in file.tensors)
 
@@ -168,9 +214,9 @@ class ExpectedOutput:
         """Return the source's index where that is right as it is, else one with the output's names and true totals."""
         source, tensors = self.source, list(self.tensors)
         kept = source.checkpoint.index_metadata or {}
-        metadata = {**kept, "total_size": sum(prod(t.shape) * BITS[t.dtype] // 8 for t in tensors)}
+        metadata = {**kept, "total_size": sum(t.nbytes for t in tensors)}
         if isinstance(kept.get("total_parameters"), int):
-            padded = ((t.shape, t.change.source.shape) for t in tensors if isinstance(t.change, Padded))
+            padded = ((t.shape, t.holds.info.shape) for t in tensors if isinstance(t.holds, Padded))
             metadata["total_parameters"] += sum(prod(new) - prod(old) for new, old in padded)
         if all(t.as_is for t in tensors) and metadata == source.checkpoint.index_metadata:
             return source.folder.read(INDEX)
@@ -180,8 +226,7 @@ class ExpectedOutput:
     @property
     def recoded(self) -> Iterator[RecodedExpert]:
         """The experts whose format changes and that are computed: one routed expert of every layer, and the shared ones."""
-        changes = (t.change for t in self.tensors if isinstance(t.change, Recoded))
-        rules = {source.name: change.rule for change in changes for source in change.sources}
+        rules = {source.name: t.holds.rule for t in self.tensors if isinstance(t.holds, Recoded) for source in t.holds.sources}
         for d in self.source.description.layers:
             for group in d.groups:
                 chosen = choose(Sample(1, SEED), {"": [e.name for e in group.experts]})
@@ -208,32 +253,87 @@ def _why(judged: LayerVerdict) -> str:
     return "it has no shared expert" if judged.layer.shared is None else "its shared expert is not FP8 with block scales"
 
 
-def _standard(shard: Shard, changed: Tensors) -> ExpectedFile:
-    tensors = (changed.get(t.name) or (TensorSpec(t.name, t.dtype, t.shape, Copied(t)),) for t in shard.header.tensors)
-    return ExpectedFile(tuple(t for found in tensors for t in found), {**TORCH, **shard.header.metadata}, shard)
+def _file(shard: Shard, padded: Mapping[str, Padded], recoded: Tensors) -> ExpectedFile:
+    return ExpectedFile(tuple(_standard(shard, padded, recoded)), {**TORCH, **shard.header.metadata}, shard)
 
 
-def _originals(shard: Shard, kept: Collection[str]) -> tuple[TensorSpec, ...]:
-    found = (t for t in shard.header.tensors if t.name in kept)
-    return tuple(TensorSpec(original_name(t.name), t.dtype, t.shape, Copied(t)) for t in found)
+def _standard(shard: Shard, padded: Mapping[str, Padded], recoded: Tensors) -> Iterator[ExpectedTensor]:
+    for t in shard.header.tensors:
+        if t.name in padded:
+            yield ExpectedTensor(t.name, t.dtype, padded[t.name].shape, padded[t.name])
+        elif t.name in recoded:
+            for name, dtype, shape, change in recoded[t.name]:
+                yield ExpectedTensor(name, dtype, shape, change if isinstance(change, Recoded) else t)
+        else:
+            yield ExpectedTensor(t.name, t.dtype, t.shape, t)
+
+
+def _originals(shard: Shard, kept: Collection[str]) -> Iterator[ExpectedTensor]:
+    return (ExpectedTensor(original_name(t.name), t.dtype, t.shape, t) for t in shard.header.tensors if t.name in kept)
+
+
+def padded_tensors(description: Description, width: int, main: int) -> dict[str, Padded]:
+    """Find every tensor that must have grown when experts of ``width`` are stored ``main`` wide.
+
+    Gate and up grow in rows, down in columns.
+    """
+    if width == main:
+        return {}
+    return {p.info.name: p for layer in description.layers for p in _padded_of(layer, width, main)}
+
+
+def _padded_of(layer: LayerDescription, width: int, main: int) -> Iterator[Padded]:
+    for group in filter(None, (layer.routed, layer.shared)):
+        for expert in group.experts:
+            for role, projection in expert.projections.items():
+                f = group.formats[role]
+                n, k = f.shape
+                new = (n, k // width * main) if role is Role.DOWN else (n // width * main, k)
+                for suffix, info in projection.parts.items():
+                    cell = _cell(f, suffix)
+                    shape = _stored(new, cell, len(info.shape)) if cell else info.shape
+                    if shape != info.shape:
+                        yield Padded(info, shape, ONES[info.dtype] if suffix == f.scale else bytes(BITS[info.dtype] // 8))
+
+
+def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
+    """Return rows and columns of the logical matrix that one stored element stands for (0 columns: all); None for scalars."""
+    if suffix == f.weight:
+        return (1, 2) if f.weight_dtype in ("I8", "U8") else (1, 1)
+    if suffix != f.scale or f.kind is StorageKind.FP8_TENSOR:
+        return None
+    if f.kind is StorageKind.FP8_CHANNEL:
+        return 1, 0
+    return {StorageKind.MXFP4: (1, 32), StorageKind.NVFP4: (1, 16)}.get(f.kind, f.block)
+
+
+def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) -> tuple[int, ...]:
+    rows, columns = -(-logical[0] // cell[0]), -(-logical[1] // cell[1]) if cell[1] else 1
+    return (rows, 1, columns, 1) if dimensions == 4 else (rows, columns)[:dimensions]
 
 
 def _kernel(plan: Plan, experts: Iterable[SharedExpert]) -> dict[str, ExpectedFile]:
     """Lay experts out in the files that the plan puts them in; one that it forgot is in a file without a name."""
     changes = ((shard.name, t.change) for shard in plan.sidecar for t in shard.kernel_tensors)
     places = {change.shared.prefix: name for name, change in changes if isinstance(change, Computed)}
-    files: dict[str, list[TensorSpec]] = {}
+    files: dict[str, list[ExpectedTensor]] = {}
     for expert in experts:
-        first = [] if files else [tripwire(plan.source.checkpoint)]
+        first = [] if files else [wire(plan.source.checkpoint)]
         files.setdefault(places.get(expert.prefix, ""), first).extend(kernel_tensors(expert))
     metadata = shard_metadata(plan.options.goal)
     return {name: ExpectedFile(tuple(tensors), metadata) for name, tensors in files.items()}
 
 
-def kernel_tensors(expert: SharedExpert) -> Iterator[TensorSpec]:
+def wire(checkpoint: Checkpoint) -> ExpectedTensor:
+    """Return the tripwire, with which the first file of the kernel layout begins."""
+    name, dtype, shape, _ = tripwire(checkpoint)
+    return ExpectedTensor(name, dtype, shape, None)
+
+
+def kernel_tensors(expert: SharedExpert) -> Iterator[ExpectedTensor]:
     """Yield a shared expert's four tensors of the kernel layout."""
     for name, (dtype, shape) in kernel_shapes(expert.group.hidden, expert.width).items():
-        yield TensorSpec(f"{expert.prefix}.{name.value}", dtype, shape, Computed(name, expert))
+        yield ExpectedTensor(f"{expert.prefix}.{name.value}", dtype, shape, Computed(name, expert))
 
 
 def kernel_experts(description: Description, verdicts: Mapping[str, str], width: int) -> list[SharedExpert]:

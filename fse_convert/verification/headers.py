@@ -12,14 +12,13 @@ from fse_convert.checkpoint.left_out import BOOKKEEPING, find_clutter, notes
 from fse_convert.checkpoint.names import MANIFEST, SIDECAR, SIDECAR_INDEX
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import Problem
-from fse_convert.plan.tensors import Change, TensorSpec, Tripwire
-from fse_convert.verification.expected import ExpectedFile, ExpectedOutput, raw_header
+from fse_convert.verification.expected import ExpectedFile, ExpectedOutput, ExpectedTensor, Holds, raw_header
 from fse_convert.verification.findings import Findings, Mismatch, bytes_mismatch, text_mismatches
 
 STAGED = "sidecar-foreign"
-Places = Mapping[str, tuple[str, TensorSpec]]
+Places = Mapping[str, tuple[str, ExpectedTensor]]
 """Tensors by name, each with its file; ``""`` for any."""
-Holds = dict[str, dict[str, Change]]
+Held = dict[str, dict[str, Holds]]
 """What tensors must hold whose place, dtype and shape are right: by file, by name."""
 
 
@@ -87,7 +86,7 @@ def index_mismatches(out: Folder, sidecar: Iterable[Shard]) -> list[Mismatch]:
 
 def check_shards(
     expected: Mapping[str, ExpectedFile], source: Folder, out: Folder, shards: Iterable[Shard], findings: Findings
-) -> Holds:
+) -> Held:
     """Check the headers of an output's shards and where their tensors are; return what those must hold that are right.
 
     ``source``: the folder of the checkpoint that files are copied from.
@@ -99,12 +98,12 @@ def check_shards(
     return check_tensors({t.name: (name, t) for name, file in expected.items() for t in file.tensors}, shards, findings)
 
 
-def check_tensors(places: Places, shards: Iterable[Shard], findings: Findings) -> Holds:
+def check_tensors(places: Places, shards: Iterable[Shard], findings: Findings) -> Held:
     """Check that every tensor is once in its file, with its dtype and shape; return what those must hold that are."""
     mismatches = tensor_mismatches(shards, places)
     findings.add(*mismatches)
     wrong = {m.tensor for m in mismatches}
-    right = {name: t.change for name, (_, t) in places.items() if name not in wrong and not isinstance(t.change, Tripwire)}
+    right = {name: t.holds for name, (_, t) in places.items() if name not in wrong and t.holds}
     return {s.name: {t.name: right[t.name] for t in s.header.tensors if t.name in right} for s in shards}
 
 

@@ -16,14 +16,13 @@ import msgspec
 import fse_convert
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.header import LENGTH_BYTES
+from fse_convert.checkpoint.header import LENGTH_BYTES, TensorInfo
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import InvalidCheckpoint, NotConvertible
 from fse_convert.plan.manifest import draft_manifest, shard_identities, small_digests
 from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import Source
-from fse_convert.plan.tensors import Copied, Padded
 from fse_convert.servers.judge import ALL_TARGETS
 from fse_convert.sidecar.manifest import (
     CHANGE_ARGUMENTS,
@@ -36,7 +35,7 @@ from fse_convert.sidecar.manifest import (
     read_value,
     typed,
 )
-from fse_convert.verification.expected import ExpectedOutput, swiglu_limit
+from fse_convert.verification.expected import ExpectedOutput, Padded, swiglu_limit
 from fse_convert.verification.findings import (
     ABSENT,
     BOUND,
@@ -130,8 +129,8 @@ def plan_again(manifest: Manifest, source: Source) -> Plan | Mismatch:
 
 def derived_keys(expected: ExpectedOutput) -> dict[str, Any]:
     """Return the keys of the manifest that are derived apart from the planner: a conversion drafts all others from its plan."""
-    padded = {t.name: list(t.change.source.shape) for t in expected.tensors if isinstance(t.change, Padded)}
-    copied = ((t.name, t.change.source.name) for t in expected.tensors if isinstance(t.change, Copied))
+    padded = {t.name: list(t.holds.info.shape) for t in expected.tensors if isinstance(t.holds, Padded)}
+    copied = ((t.name, t.holds.name) for t in expected.tensors if isinstance(t.holds, TensorInfo))
     renamed = {name: old for name, old in copied if name != old}
     derived = {"config_edits": msgspec.to_builtins(expected.config_edits), "padded": padded}
     return {**derived, "renamed": renamed} if renamed else derived

@@ -15,7 +15,7 @@ from fse_convert.checkpoint.names import SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.formats import Format
 from fse_convert.model.moe import Role
-from fse_convert.plan.tensors import Change, Computed, Copied, Padded, Recoded, SharedExpert
+from fse_convert.plan.tensors import Computed, Recoded, SharedExpert
 from fse_convert.sidecar.tensors import K_PER_WORD, KernelTensorName, is_originals_file
 from fse_convert.verification.addresses import (
     GROUP,
@@ -26,13 +26,13 @@ from fse_convert.verification.addresses import (
     l1_weight_rows,
     l2_scale_bytes,
 )
+from fse_convert.verification.expected import Holds, Padded
 from fse_convert.verification.recoded import TileScales, recoded_rows
-from fse_convert.verification.stand_ins import padded
 from fse_convert.verification.stream import CHUNK, InputFiles, Memory, Piece
 from fse_convert.verification.tensors import Rows, SourceTensors
 
-KINDS = {Copied: "unchanged", Padded: "padded", Computed: "kernel", Recoded: "recoded"}
-"""How changes are counted."""
+KINDS = {TensorInfo: "unchanged", Padded: "padded", Computed: "kernel", Recoded: "recoded"}
+"""How tensors are counted, by what they hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class Comparison:
 
     checkpoint: Checkpoint
     root: Path
-    holds: Mapping[str, Mapping[str, Change]]
+    holds: Mapping[str, Mapping[str, Holds]]
     same: Collection[str] = ()
 
     @property
     def kinds(self) -> dict[str, list[str]]:
         """Comparable tensors by kind; ``recoded`` and ``original`` only where formats changed."""
         of: dict[str, list[str]] = {kind: [] for kind in (*KINDS.values(), "original")}
-        for file, changes in self.holds.items():
-            for name, change in changes.items():
-                of["original" if is_originals_file(file) else KINDS[type(change)]].append(name)
+        for file, tensors in self.holds.items():
+            for name, held in tensors.items():
+                of["original" if is_originals_file(file) else KINDS[type(held)]].append(name)
         return {kind: sorted(names) for kind, names in of.items() if names or kind in ("unchanged", "padded", "kernel")}
 
 
@@ -68,7 +68,7 @@ def plain_pieces(comparison: Comparison, name: str, size: int, source: SourceTen
 def shard_pieces(comparison: Comparison, shard: Shard, chosen: Collection[str] | None, source: SourceTensors) -> Iterator[Piece]:
     """Cut a shard: neighbours that did not change, or are only hashed, are read as one. ``chosen``: a sample, or None."""
     in_sidecar, start, holds = shard.name.startswith(f"{SIDECAR}/"), shard.header.data_start, comparison.holds.get(shard.name, {})
-    same = {name: change.source for name, change in holds.items() if isinstance(change, Copied)}
+    same = {name: held for name, held in holds.items() if isinstance(held, TensorInfo)}
     tiles = TileScales(source)
     if chosen is None:
         yield Piece(0, (("", start),))
@@ -88,13 +88,13 @@ def shard_pieces(comparison: Comparison, shard: Shard, chosen: Collection[str] |
         yield from _run(run, start, same, source)
 
 
-def _computed_rows(change: Change | None, source: SourceTensors, tiles: TileScales) -> Rows | None:
+def _computed_rows(held: Holds, source: SourceTensors, tiles: TileScales) -> Rows | None:
     """Describe what a tensor holds that is not a source tensor as it is."""
-    if isinstance(change, Padded):
-        return _padded_rows(change, source)
-    if isinstance(change, Recoded):
-        return recoded_rows(change, source, tiles)
-    return _kernel_rows(change.name, change.shared, source) if isinstance(change, Computed) else None
+    if isinstance(held, Padded):
+        return _padded_rows(held, source)
+    if isinstance(held, Recoded):
+        return recoded_rows(held, source, tiles)
+    return _kernel_rows(held.name, held.shared, source) if isinstance(held, Computed) else None
 
 
 def _follows(last: TensorInfo, t: TensorInfo, same: Mapping[str, TensorInfo]) -> bool:
@@ -148,24 +148,25 @@ def _by_rows(name: str, start: int, rows: Rows) -> Iterator[Piece]:
 
 
 def _padded_rows(p: Padded, source: SourceTensors) -> Rows:
+    rows, (size, new_size) = p.info.shape[0], p.sizes
     fill = torch.tensor(list(p.fill), dtype=torch.uint8)
-    column = p.row_bytes // len(fill)
+    column = size // len(fill)
 
     def expected(first: int, count: int, memory: Memory) -> memoryview:
-        real = max(0, min(count, p.rows - first))
-        held = memory.take("source", real * p.row_bytes)
+        real = max(0, min(count, rows - first))
+        held = memory.take("source", real * size)
         if real:
-            source.read(p.source, first * p.row_bytes, held)
-        if real == count and p.row_bytes == p.new_row_bytes:
+            source.read(p.info, first * size, held)
+        if real == count and size == new_size:
             return held
-        out = memory.take("expected", count * p.new_row_bytes)
+        out = memory.take("expected", count * new_size)
         elements = _tensor(out).view(count, -1, len(fill))
         elements[real:] = fill
         elements[:real, column:] = fill
         elements[:real, :column] = _tensor(held).view(real, column, len(fill))
         return out
 
-    return Rows(p.new_rows, p.new_row_bytes, expected, lambda row, at: row >= p.rows or at >= p.row_bytes)
+    return Rows(p.shape[0], new_size, expected, lambda row, at: row >= rows or at >= size)
 
 
 def _kernel_rows(name: KernelTensorName, expert: SharedExpert, source: SourceTensors) -> Rows:
@@ -173,7 +174,7 @@ def _kernel_rows(name: KernelTensorName, expert: SharedExpert, source: SourceTen
     if name is KernelTensorName.L1_WEIGHT:
         return Rows(2 * s, h, partial(_l1_rows, expert, source), lambda row, _: _of_row(l1_weight_rows, row) >= width, 16)
     if name is KernelTensorName.L2_WEIGHT:
-        return _padded_rows(padded(expert.weight(Role.DOWN), (h, s), b"\0"), source)
+        return _padded_rows(Padded(expert.weight(Role.DOWN), (h, s), b"\0"), source)
     gate, up, down = (block_scales(expert.scale(role), expert.group.formats[role], source) for role in Role)
     if name is KernelTensorName.L1_SCALE:
         return _scale_rows((2 * s, h), partial(l1_scale_bytes, gate, up, s), lambda _, at: _of_row(l1_scale_rows, at // 4) >= width)

@@ -1,4 +1,4 @@
-"""Which tensors must stand in the place of the source's after padding and changes of format, and what each holds.
+"""Which tensors must stand in the place of the source's after changes of format: names, dtypes, shapes, and what each holds.
 
 Worked out a second time, from the names of the changes and the source alone, not by ``fse_convert/plan/changes``: experts by the
 description of the source's layers, labels by pairs of tensors in the headers, whatever layer they belong to. The edits of
@@ -8,15 +8,14 @@ config.json are taken from the plan: to list again which keys servers read would
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import prod
 
-from fse_convert.checkpoint.header import BITS, E8M0_DTYPES, TensorInfo
-from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.checkpoint.header import E8M0_DTYPES, TensorInfo
+from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.families_shared import DEEPSEEK_V4
-from fse_convert.model.formats import Format, StorageKind
-from fse_convert.model.moe import LayerKind, Role
+from fse_convert.model.formats import StorageKind
+from fse_convert.model.moe import LayerKind
 from fse_convert.plan.source import Source
-from fse_convert.plan.tensors import Copied, Padded, Recoded, Rule, TensorSpec
+from fse_convert.plan.tensors import Copied, Recoded, Rule, TensorSpec
 
 Tensors = dict[str, tuple[TensorSpec, ...]]
 """By the name of a source tensor, what must stand in its place."""
@@ -26,8 +25,6 @@ GROUP = 32
 """Elements of a row that share a scale in MXFP4."""
 SCALE_NAMES = ("scale", "weight_scale", "weight_scale_inv")
 PACKED = ("I8", "U8")
-ONES = {"F8_E8M0": b"\x7f", "U8": b"\x7f", "F32": b"\0\0\x80\x3f", "F8_E4M3": b"\x38", "BF16": b"\x80\x3f"}
-"""The code of 1.0, which pads scales, by their dtype; weights are padded with zero bytes."""
 
 
 def stand_ins(source: Source, changes: Iterable[str]) -> Tensors:
@@ -173,48 +170,3 @@ RULES: Mapping[str, Callable[[Source], Found]] = {
     "heal-quark-weight-labels": _weight_labels,
 }
 """What each change of format does to tensors; those of config.json alone are not here."""
-
-
-def padded_tensors(description: Description, width: int, main: int) -> Tensors:
-    """Return what must stand in the place of every tensor that grows when experts of ``width`` are stored ``main`` wide.
-
-    Gate and up grow in rows, down in columns.
-    """
-    layers = description.layers if width != main else ()
-    return {spec.name: (spec,) for layer in layers for group in layer.groups for spec in _padded_of(group, width, main)}
-
-
-def _padded_of(group: ExpertGroup, width: int, main: int) -> Iterator[TensorSpec]:
-    for expert in group.experts:
-        for role, projection in expert.projections.items():
-            f = group.formats[role]
-            n, k = f.shape
-            new = (n, k // width * main) if role is Role.DOWN else (n // width * main, k)
-            for suffix, info in projection.parts.items():
-                cell = _cell(f, suffix)
-                shape = _stored(new, cell, len(info.shape)) if cell else info.shape
-                if shape != info.shape:
-                    fill = ONES[info.dtype] if suffix == f.scale else bytes(BITS[info.dtype] // 8)
-                    yield TensorSpec(info.name, info.dtype, shape, padded(info, shape, fill))
-
-
-def padded(info: TensorInfo, shape: tuple[int, ...], fill: bytes) -> Padded:
-    """Describe a stored matrix at the head of a larger one, ``fill`` (one element) in all the rest."""
-    size, new_size = (prod(s[1:]) * len(fill) for s in (info.shape, shape))
-    return Padded(source=info, rows=info.shape[0], row_bytes=size, new_rows=shape[0], new_row_bytes=new_size, fill=fill, nan=None)
-
-
-def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
-    """Return rows and columns of the logical matrix that one stored element stands for (0 columns: all); None for scalars."""
-    if suffix == f.weight:
-        return (1, 2) if f.weight_dtype in PACKED else (1, 1)
-    if suffix != f.scale or f.kind is StorageKind.FP8_TENSOR:
-        return None
-    if f.kind is StorageKind.FP8_CHANNEL:
-        return 1, 0
-    return {StorageKind.MXFP4: (1, 32), StorageKind.NVFP4: (1, 16)}.get(f.kind, f.block)
-
-
-def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) -> tuple[int, ...]:
-    rows, columns = -(-logical[0] // cell[0]), -(-logical[1] // cell[1]) if cell[1] else 1
-    return (rows, 1, columns, 1) if dimensions == 4 else (rows, columns)[:dimensions]

@@ -22,18 +22,25 @@ from fse_convert.checkpoint.reader import Checkpoint, Shard, read_checkpoint
 from fse_convert.errors import VerificationFailure
 from fse_convert.model.moe import Role
 from fse_convert.plan.plan import Plan
-from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source, describe_source
-from fse_convert.plan.tensors import Computed, Copied, SharedExpert, TensorSpec
+from fse_convert.plan.tensors import Computed, SharedExpert
 from fse_convert.progress import Event, Observer, ignore
 from fse_convert.sidecar.manifest import FileDigest
 from fse_convert.sidecar.reader import originals_names, read_shards, shard_names
 from fse_convert.sidecar.tensors import K_PER_WORD, shard_metadata
 from fse_convert.torch_threads import one_torch_thread
-from fse_convert.verification.expected import TORCH, ExpectedFile, ExpectedOutput, kernel_experts, kernel_tensors
+from fse_convert.verification.expected import (
+    TORCH,
+    ExpectedFile,
+    ExpectedOutput,
+    ExpectedTensor,
+    kernel_experts,
+    kernel_tensors,
+    wire,
+)
 from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, choose, text_mismatches
 from fse_convert.verification.headers import (
-    Holds,
+    Held,
     check_clutter,
     check_files,
     check_shards,
@@ -115,7 +122,7 @@ def prove_storage(
         findings.add(*manifest_mismatches(keys, manifest))
     checkpoint, sidecar, kept = _open(out, findings)
     parts = (expected.standard, checkpoint.shards), (expected.originals, kept), (expected.kernel, sidecar)
-    holds: Holds = {}
+    holds: Held = {}
     for files, shards in parts:
         holds |= check_shards(files, source.folder, out, shards, findings)
     holds = _without(_inexact(source, expected.experts, findings), holds)
@@ -145,12 +152,12 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     experts = kernel_experts(source.description, verdicts, manifest.model.shared_kernel_width)
     for shards, metadata in ((kept, TORCH), (sidecar, shard_metadata(manifest.contract_name))):
         for shard in shards:
-            own = tuple(TensorSpec(t.name, t.dtype, t.shape, Copied(t)) for t in shard.header.tensors)
+            own = tuple(ExpectedTensor(t.name, t.dtype, t.shape, t) for t in shard.header.tensors)
             findings.add(*header_mismatches(out, shard, ExpectedFile(own, metadata).header(out)))
     places = {t.name: ("", t) for e in experts for t in kernel_tensors(e)}
     if experts:
-        wire = tripwire(checkpoint)
-        places[wire.name] = next((s.name for s in sidecar), ""), wire
+        first = wire(checkpoint)
+        places[first.name] = next((s.name for s in sidecar), ""), first
     holds = check_tensors(places, sidecar, findings)
     undone = _inexact(source, experts, findings)
     for e in (e for e in experts if not _has_kernel_shape(e)):
@@ -196,7 +203,7 @@ def _inexact(source: Source, experts: Iterable[SharedExpert], findings: Findings
     return inexact
 
 
-def _without(experts: Collection[str], holds: Holds) -> Holds:
+def _without(experts: Collection[str], holds: Held) -> Held:
     """Leave out the kernel layout of some experts, by prefix."""
     left_out = {n for held in holds.values() for n, c in held.items() if isinstance(c, Computed) and c.shared.prefix in experts}
     return {file: {n: c for n, c in held.items() if n not in left_out} for file, held in holds.items()} if left_out else holds
