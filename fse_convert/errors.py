@@ -17,7 +17,10 @@ SHOWN = 8
 
 
 class ExitCode(IntEnum):
-    """The documented exit codes of ``fse-convert``; others come from signals and closed pipes."""
+    """The documented exit codes of ``fse-convert``; others come from signals and closed pipes.
+
+    Answers say their own: `Inspection.exit_code` (``--require``) and `Proof.exit_code`; errors that of their class.
+    """
 
     OK = 0
     NO = 1

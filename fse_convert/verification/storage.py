@@ -38,8 +38,8 @@ from fse_convert.verification.expected import (
     kernel_tensors,
     wire,
 )
-from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, choose, text_mismatches
-from fse_convert.verification.headers import (
+from fse_convert.verification.expected_bytes import Comparison, block_scales, plain_pieces, shard_pieces
+from fse_convert.verification.files import (
     Held,
     check_clutter,
     check_files,
@@ -50,6 +50,7 @@ from fse_convert.verification.headers import (
     index_mismatches,
     refusals,
 )
+from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, choose, text_mismatches
 from fse_convert.verification.manifest import (
     OutputManifest,
     derived_keys,
@@ -63,7 +64,6 @@ from fse_convert.verification.manifest import (
     source_mismatches,
     tool_note,
 )
-from fse_convert.verification.pieces import Comparison, block_scales, plain_pieces, shard_pieces
 from fse_convert.verification.stream import FileReport, InputFiles, Piece, walk
 from fse_convert.verification.tensors import SourceTensors
 
