@@ -21,7 +21,7 @@ from fse_convert.plan.source import open_source
 from fse_convert.progress import ignore
 from fse_convert.servers.targets import find_target
 from fse_convert.testing.patch import edit_index, find, poke, read_header, write_shard
-from fse_convert.verification import storage, stream
+from fse_convert.verification import expected_bytes, storage, stream
 from fse_convert.verification.findings import LIMIT, Level, Sample, StorageResult
 from fse_convert.verification.manifest import OutputManifest
 from fse_convert.verification.storage import Output, prove_alone, prove_storage
