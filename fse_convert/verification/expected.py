@@ -55,8 +55,8 @@ class Padded:
 
 
 Holds = TensorInfo | Padded | Recoded | Computed | None
-"""What a tensor of the output must hold: a source tensor's bytes, these at the head of a larger matrix, values coded again, part of a
-shared expert in the kernel layout, or nothing (the tripwire)."""
+"""What a tensor of the output must hold: a source tensor's bytes, these at the head of a larger matrix, values coded again, a part
+of a shared expert in the kernel layout, or nothing (the tripwire)."""
 
 
 @dataclass(frozen=True, slots=True)
