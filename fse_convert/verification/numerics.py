@@ -287,7 +287,9 @@ def _stages(ours: Trace, expected: Trace) -> list[Difference]:
 def _padding(kernel: AnyExpert, ours: Trace, s: int) -> list[Difference]:
     """Compare everything beyond source width ``s`` with what it must be: the layout's bytes, and what the run made of them."""
     g = s // GROUP
-    different = []
+    different: list[Difference] = []
+    if kernel.width == s:
+        return different
     for role in (Role.GATE, Role.UP):
         codes, scale = kernel.rows(role, s, kernel.width)
         different += _difference(f"{role.value} weight padding (channel, hidden)", codes, 0, (s, 0))
