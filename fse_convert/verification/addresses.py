@@ -1,4 +1,4 @@
-"""The kernel's addresses and the source's blocks: where each byte of a shared expert is, as arithmetic on indices.
+"""The kernel's addresses: where each byte of a shared expert is, as arithmetic on indices.
 
 A *physical* row is a row as stored, a *logical* one a row of gate, up or down. ``/`` floors, ``half`` is 0 for gate, 1 for up.
 Level 1 asks for any stored byte which byte of the source it must be, from physical rows to logical ones:
@@ -7,11 +7,10 @@ Level 1 asks for any stored byte which byte of the source it must be, from physi
 * L1 scale: physical row ``d = 128 b + 64 q + 32 half + 4 m + j`` is row ``64 b + 16 j + 8 q + m`` of that half.
 * L2 scale: physical row ``d = 128 b + 4 i + j`` is row ``128 b + 32 j + i`` (the UTCCP copy's order).
 * Byte ``o`` of a scale tensor over ``N`` rows: word ``w = o / 4``, physical row ``w % N``, K group ``4 (w / N) + o % 4``.
-* The scale of logical row ``r`` and group ``g`` (columns ``32 g`` to ``32 g + 31``) is the block ``(r / bm, 32 g / bk)``.
 
-Level 2 reads experts the other way, from logical rows to physical ones: `KernelLayout` by the kernel's addresses,
-`fse_convert.verification.experts.StoredExpert` by the checkpoint's blocks. The two, and level 1, share no arithmetic with each
-other, and none of them uses `fse_convert.layout`, the writer's own: a mistake on one side shows.
+Level 2 reads them the other way, from logical rows to physical ones: `KernelLayout`. The two share no arithmetic with each other,
+and neither they nor `fse_convert.verification.experts.StoredExpert`, which finds scales by the checkpoint's blocks, use
+`fse_convert.layout`, the writer's own: a mistake on one side shows.
 
 Rules: sgl-deep-gemm 0.2.5, deep_gemm/mega/__init__.py and include/deep_gemm/impls/smxx_layout.cuh:181-189; vLLM 0.33,
 model_executor/layers/fused_moe/deep_gemm_mega_moe.py:572-606.
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fse_convert.model.moe import Role
 
@@ -50,42 +50,21 @@ def l2_scale_rows(d: Tensor) -> Tensor:
     return 128 * (d // 128) + 32 * (d % 4) + d % 128 // 4
 
 
-@dataclass(frozen=True, slots=True)
-class BlockScales:
-    """Scales of one projection as UE8M0 codes, uint8 ``[ceil(n / bm), ceil(k / bk)]``, for ``shape`` = (n, k)."""
-
-    codes: Tensor
-    block: tuple[int, int]
-    shape: tuple[int, int]
-
-    def at(self, rows: Tensor, groups: Tensor) -> Tensor:
-        """Return the codes of logical rows ``[r]`` and K groups ``[p, s]``, both within the shape: uint8 ``[p, r, s]``."""
-        bm, bk = self.block
-        return self.codes[(rows // bm)[None, :, None], (GROUP * groups // bk)[:, None, :]]
-
-
-def l1_scale_bytes(gate: BlockScales, up: BlockScales, width: int, words: range) -> Tensor:
-    """Return the L1 scale of word columns ``words`` (of ``hidden / 128``) at padded ``width``: uint8 ``[p, 2w, 4]``."""
+def l1_scale_bytes(gate_ng: Tensor, up_ng: Tensor, width: int) -> Tensor:
+    """Return the L1 scale at padded ``width`` from a scale for every row and group: uint8 ``[hidden / 128, 2w, 4]``."""
     half, row = l1_scale_rows(torch.arange(2 * width))
-    groups = _groups(words)
-    out = torch.full((len(words), 2 * width, 4), ONE, dtype=torch.uint8)
-    for number, scales in enumerate((gate, up)):
-        real = ((half == number) & (row < scales.shape[0])).nonzero().flatten()
-        out[:, real] = scales.at(row[real], groups)
-    return out
+    gate, up = (pad(sf, (0, 0, 0, width - len(sf)), value=ONE) for sf in (gate_ng, up_ng))
+    return _words(torch.stack((gate, up))[half, row])
 
 
-def l2_scale_bytes(down: BlockScales, words: range) -> Tensor:
-    """Return the L2 scale of word columns ``words`` (of ``padded width / 128``): uint8 ``[p, hidden, 4]``."""
-    hidden, width = down.shape
-    groups = _groups(words)
-    row = l2_scale_rows(torch.arange(hidden))
-    codes = down.at(row, groups.clamp(max=(width - 1) // GROUP))
-    return torch.where((GROUP * groups < width)[:, None, :], codes, torch.full((), ONE, dtype=torch.uint8))
+def l2_scale_bytes(down_ng: Tensor, width: int) -> Tensor:
+    """Return the L2 scale at padded ``width``, likewise: uint8 ``[width / 128, hidden, 4]``."""
+    whole = pad(down_ng, (0, width // GROUP - down_ng.shape[1]), value=ONE)
+    return _words(whole[l2_scale_rows(torch.arange(len(down_ng)))])
 
 
-def _groups(words: range) -> Tensor:
-    return 4 * torch.arange(words.start, words.stop)[:, None] + torch.arange(4)
+def _words(sf_ng: Tensor) -> Tensor:
+    return sf_ng.view(len(sf_ng), -1, 4).transpose(0, 1)
 
 
 def exponents(raw: Tensor) -> Tensor | None:

@@ -13,20 +13,12 @@ from torch import Tensor
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.names import SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.model.formats import Format
 from fse_convert.model.moe import Role
 from fse_convert.plan.tensors import Computed, Recoded, SharedExpert
-from fse_convert.sidecar.tensors import K_PER_WORD, KernelTensorName, is_originals_file
-from fse_convert.verification.addresses import (
-    GROUP,
-    BlockScales,
-    exponents,
-    l1_scale_bytes,
-    l1_scale_rows,
-    l1_weight_rows,
-    l2_scale_bytes,
-)
+from fse_convert.sidecar.tensors import KernelTensorName, is_originals_file
+from fse_convert.verification.addresses import GROUP, l1_scale_bytes, l1_scale_rows, l1_weight_rows, l2_scale_bytes
 from fse_convert.verification.expected import Holds, Padded
+from fse_convert.verification.experts import StoredExpert
 from fse_convert.verification.recoded import TileScales, recoded_rows
 from fse_convert.verification.stream import CHUNK, InputFiles, Memory, Piece
 from fse_convert.verification.tensors import Rows, SourceTensors
@@ -175,10 +167,11 @@ def _kernel_rows(name: KernelTensorName, expert: SharedExpert, source: SourceTen
         return Rows(2 * s, h, partial(_l1_rows, expert, source), lambda row, _: _of_row(l1_weight_rows, row) >= width, 16)
     if name is KernelTensorName.L2_WEIGHT:
         return _padded_rows(Padded(expert.weight(Role.DOWN), (h, s), b"\0"), source)
-    gate, up, down = (block_scales(expert.scale(role), expert.group.formats[role], source) for role in Role)
+    gate, up, down = (partial(StoredExpert(expert.group, 0, source).scales, role, 0) for role in Role)
     if name is KernelTensorName.L1_SCALE:
-        return _scale_rows((2 * s, h), partial(l1_scale_bytes, gate, up, s), lambda _, at: _of_row(l1_scale_rows, at // 4) >= width)
-    return _scale_rows((h, s), partial(l2_scale_bytes, down), lambda word, at: GROUP * (4 * word + at % 4) >= width)
+        scales = l1_scale_bytes(gate(width), up(width), s)
+        return _scale_rows(scales, lambda _, at: _of_row(l1_scale_rows, at // 4) >= width)
+    return _scale_rows(l2_scale_bytes(down(h), s), lambda word, at: GROUP * (4 * word + at % 4) >= width)
 
 
 def _of_row(logical: Callable[[Tensor], tuple[Tensor, Tensor]], physical: int) -> int:
@@ -202,30 +195,16 @@ def _l1_rows(expert: SharedExpert, source: SourceTensors, first: int, count: int
     return out
 
 
-def _scale_rows(shape: tuple[int, int], compute: Callable[[range], Tensor], is_padding: Callable[[int, int], bool]) -> Rows:
-    """Describe the scales of a weight of ``shape`` [n, k] in the kernel layout, whose rows are columns of words.
-
-    ``compute``: some of them, uint8.
-    """
-    n, k = shape
+def _scale_rows(scales: Tensor, is_padding: Callable[[int, int], bool]) -> Rows:
+    """Describe a scale tensor, whose rows are columns of words: uint8 ``[p, n, 4]``."""
+    words, rows, _ = scales.shape
 
     def expected(first: int, count: int, memory: Memory) -> memoryview:
-        out = memory.take("expected", count * 4 * n)
-        _tensor(out).copy_(compute(range(first, first + count)).flatten())
+        out = memory.take("expected", count * 4 * rows)
+        _tensor(out).copy_(scales[first : first + count].flatten())
         return out
 
-    return Rows(k // K_PER_WORD, 4 * n, expected, is_padding)
-
-
-def block_scales(info: TensorInfo, f: Format, source: SourceTensors) -> BlockScales:
-    """Read scales of a format as UE8M0 codes; raises ValueError when FP32 scales are not powers of two."""
-    if f.block is None:
-        raise ValueError(f"{info.name}: no block scales")
-    raw = source.whole(info)
-    codes = exponents(raw) if info.dtype == "F32" else raw
-    if codes is None:
-        raise ValueError(f"{info.name}: a scale is not a power of two")
-    return BlockScales(codes, f.block, f.shape)
+    return Rows(words, 4 * rows, expected, is_padding)
 
 
 def _tensor(buffer: memoryview) -> Tensor:

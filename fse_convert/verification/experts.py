@@ -67,19 +67,26 @@ class StoredExpert:
         return self._whole(role, m.values(start, min(stop, m.shape[0])), stop - start, 1, 0)
 
     def rows(self, role: Role, start: int, stop: int) -> Rows:
-        """Return rows of gate, up or down as E4M3; raises ValueError for scales that are not powers of two, one a group."""
-        m, memory = self.matrix(role), Memory()
+        """Return rows of gate, up or down as E4M3, and their `scales`."""
+        m = self.matrix(role)
+        codes = _e4m3(self.tensors.rows(m.weight, start, min(stop, m.shape[0]), Memory(), "weight"), m.weight.dtype)
+        return self._whole(role, codes, stop - start, 1, 0), self.scales(role, start, stop)
+
+    def scales(self, role: Role, start: int, stop: int) -> Tensor:
+        """Return E8M0 bytes for rows and groups of 32 columns: row ``r`` and column ``c`` have that of block ``(r / bm, c / bk)``.
+
+        Raises ValueError for scales that are not powers of two, and for blocks that are not whole groups.
+        """
+        m = self.matrix(role)
         if m.scale is None or m.block is None or m.block[1] % GROUP:
             raise ValueError(f"{m.weight.name}: no scale for whole groups of {GROUP}")
         (bm, bk), last = m.block, min(stop, m.shape[0])
-        codes = _e4m3(self.tensors.rows(m.weight, start, last, memory, "weight"), m.weight.dtype)
-        stored = self.tensors.rows(m.scale, start // bm, -(-last // bm), memory, "scale")
-        scales = exponents(stored) if m.scale.dtype == "F32" else stored
-        if scales is None:
+        stored = self.tensors.rows(m.scale, start // bm, -(-last // bm), Memory(), "scale")
+        codes = exponents(stored) if m.scale.dtype == "F32" else stored
+        if codes is None:
             raise ValueError(f"{m.scale.name}: a scale is not a power of two")
         row, column = torch.arange(start, last) // bm - start // bm, torch.arange(0, m.shape[1], GROUP) // bk
-        by_group = scales[row[:, None], column]
-        return self._whole(role, codes, stop - start, 1, 0), self._whole(role, by_group, stop - start, GROUP, ONE)
+        return self._whole(role, codes[row[:, None], column], stop - start, GROUP, ONE)
 
     def _whole(self, role: Role, x: Tensor, count: int, per: int, fill: int) -> Tensor:
         """Complete ``count`` rows of elements, one for ``per`` columns."""

@@ -29,6 +29,7 @@ from fse_convert.sidecar.manifest import FileDigest
 from fse_convert.sidecar.reader import originals_names, read_shards, shard_names
 from fse_convert.sidecar.tensors import K_PER_WORD, shard_metadata
 from fse_convert.torch_threads import one_torch_thread
+from fse_convert.verification.addresses import GROUP
 from fse_convert.verification.expected import (
     TORCH,
     ExpectedFile,
@@ -38,7 +39,8 @@ from fse_convert.verification.expected import (
     kernel_tensors,
     wire,
 )
-from fse_convert.verification.expected_bytes import Comparison, block_scales, plain_pieces, shard_pieces
+from fse_convert.verification.expected_bytes import Comparison, plain_pieces, shard_pieces
+from fse_convert.verification.experts import StoredExpert
 from fse_convert.verification.files import (
     Held,
     check_clutter,
@@ -195,7 +197,7 @@ def _inexact(source: Source, experts: Iterable[SharedExpert], findings: Findings
         tensors = SourceTensors.of(source.checkpoint, opened)
         for expert, role in ((e, r) for e in experts for r in Role if e.group.formats[r].scale_dtype == "F32"):
             try:
-                block_scales(expert.scale(role), expert.group.formats[role], tensors)
+                StoredExpert(expert.group, 0, tensors).scales(role, 0, expert.group.formats[role].shape[0])
             except ValueError as e:
                 shard = expert.scale(role).shard
                 findings.add(Mismatch("scale-inexact", shard, expert.prefix, expected="powers of two", found=str(e)))
@@ -211,7 +213,8 @@ def _without(experts: Collection[str], holds: Held) -> Held:
 
 def _has_kernel_shape(expert: SharedExpert) -> bool:
     """Tell whether the layout is defined for a recorded width: in whole words of scales, and no narrower than what it holds."""
-    return expert.width % K_PER_WORD == 0 and expert.group.hidden % K_PER_WORD == 0 and expert.group.width <= expert.width
+    whole = all(f.block and f.block[1] % GROUP == 0 for f in expert.group.formats.values())
+    return whole and not expert.width % K_PER_WORD and not expert.group.hidden % K_PER_WORD and expert.group.width <= expert.width
 
 
 def _ends_with_block(expert: SharedExpert, width: int) -> bool:
