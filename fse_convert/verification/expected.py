@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -129,7 +130,7 @@ class RecodedExpert:
         return tuple(p.name for p in self.group.experts[self.number].projections.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExpectedOutput:
     """What a plan's output must hold.
 
@@ -197,7 +198,7 @@ class ExpectedOutput:
                     edits.append(ConfigEdit(section=section, key=width_key.key, old=value, new=[new] * len(value)))
         return edits
 
-    @property
+    @cached_property
     def texts(self) -> dict[str, bytes]:
         """The bytes of config.json and the index: the source's, edited as changes of format and padding ask."""
         source, edits = self.source, self.config_edits

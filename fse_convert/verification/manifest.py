@@ -43,6 +43,7 @@ from fse_convert.verification.findings import (
     NO_LAYERS,
     SEED,
     TOKENS,
+    Findings,
     Like,
     Mismatch,
     StorageResult,
@@ -93,6 +94,26 @@ class OutputManifest:
         return cls(consistent(typed({**value, "server": None, "proof": msgspec.to_builtins(proof)})), value)
 
 
+def expected_output(manifest: OutputManifest, source: Source, plan: Plan | None, findings: Findings) -> ExpectedOutput | None:
+    """Return what the source asks for by a manifest, of which all but the proof is checked; None where that cannot be told.
+
+    ``plan``: of the conversion that drafted the manifest; else it is planned again.
+    """
+    unlike = source_mismatches(manifest.content, source)
+    planned = plan or (None if unlike else plan_again(manifest.content, source))
+    if unlike or not isinstance(planned, Plan):
+        findings.add(*unlike, *([planned] if isinstance(planned, Mismatch) else []))
+        return None
+    expected = ExpectedOutput.of(planned)
+    if plan is not None:
+        findings.add(*key_mismatches(derived_keys(expected), manifest))
+        return expected
+    keys = expected_manifest(expected, manifest.content)
+    unlike = key_mismatches({"model": keys["model"]}, manifest)
+    findings.add(*(unlike or manifest_mismatches(keys, manifest)))
+    return None if unlike else expected  # with other widths there is no telling which bytes to expect
+
+
 def source_mismatches(manifest: Manifest, source: Source) -> list[Mismatch]:
     """Tell whether this is the source that the output was made from, by the digests of its small files and headers, read again."""
     shards = {n: msgspec.to_builtins(s) for n, s in shard_identities(source.checkpoint).items()}
@@ -136,13 +157,9 @@ def derived_keys(expected: ExpectedOutput) -> dict[str, Any]:
     return {**derived, "renamed": renamed} if renamed else derived
 
 
-def expected_manifest(expected: ExpectedOutput, texts: Mapping[str, bytes], manifest: Manifest) -> dict[str, Any]:
-    """Return what the manifest of an output must say, but for `READ_BACK_KEYS`.
-
-    ``texts``: config.json and index as the output must have them. ``manifest``: the one that is there; its tool may be of another
-    version.
-    """
-    value = draft_manifest(expected.plan, texts).value() | derived_keys(expected)
+def expected_manifest(expected: ExpectedOutput, manifest: Manifest) -> dict[str, Any]:
+    """Return what a manifest must say, but for `READ_BACK_KEYS`; the tool that wrote ``manifest`` may be of another version."""
+    value = draft_manifest(expected.plan, expected.texts).value() | derived_keys(expected)
     value["tool"]["version"] = manifest.tool.version
     return {key: wanted for key, wanted in value.items() if key not in READ_BACK_KEYS}
 

@@ -55,15 +55,10 @@ from fse_convert.verification.files import (
 from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, choose, text_mismatches
 from fse_convert.verification.manifest import (
     OutputManifest,
-    derived_keys,
     digest_mismatches,
-    expected_manifest,
+    expected_output,
     kernel_note,
-    key_mismatches,
-    manifest_mismatches,
-    plan_again,
     proof_mismatches,
-    source_mismatches,
     tool_note,
 )
 from fse_convert.verification.stream import FileReport, InputFiles, Piece, walk
@@ -104,24 +99,9 @@ def prove_storage(
     """
     out, manifest, findings = output.folder, output.manifest, Findings(strict=output.strict)
     nothing = StorageResult("source", findings, output.sample, kernel_in_manifest=kernel_note(manifest))
-    findings.add(*source_mismatches(manifest.content, source))
-    if findings.count:
+    expected = expected_output(manifest, source, plan, findings)
+    if expected is None:
         return nothing, None
-    planned = plan or plan_again(manifest.content, source)
-    if isinstance(planned, Mismatch):
-        findings.add(planned)
-        return nothing, None
-    expected = ExpectedOutput.of(planned)
-    texts = expected.texts
-    if plan is not None:
-        findings.add(*key_mismatches(derived_keys(expected), manifest))
-    else:
-        keys = expected_manifest(expected, texts, manifest.content)
-        unlike = key_mismatches({"model": keys["model"]}, manifest)
-        if unlike:  # with other widths there is no telling which bytes to expect
-            findings.add(*unlike)
-            return nothing, None
-        findings.add(*manifest_mismatches(keys, manifest))
     checkpoint, sidecar, kept = _open(out, findings)
     parts = (expected.standard, checkpoint.shards), (expected.originals, kept), (expected.kernel, sidecar)
     holds: Held = {}
@@ -129,7 +109,7 @@ def prove_storage(
         holds |= check_shards(files, source.folder, out, shards, findings)
     holds = _without(_inexact(source, expected.experts, findings), holds)
     comparison = Comparison(source.checkpoint, source.folder.root, holds, check_files(expected, out, findings))
-    for name, text in texts.items():
+    for name, text in expected.texts.items():
         if name in out.files:
             findings.add(*text_mismatches(name, text, out.read(name)))
     result = _read_back(output, comparison, (*checkpoint.shards, *sidecar, *kept), findings, observe, expected)
