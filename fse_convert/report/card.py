@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from fse_convert.plan.plan import Experts
 from fse_convert.report.console import counted
 from fse_convert.report.templates import template
 from fse_convert.servers.commands import serve_command
-from fse_convert.servers.judge import ALL_TARGETS
+from fse_convert.servers.judge import ALL_TARGETS, AnyTarget
+from fse_convert.servers.slots import SlotTarget, slot_needs
 from fse_convert.sidecar.manifest import FUSED, Manifest
 
 
@@ -32,7 +33,7 @@ class Published:
 def card(published: Published) -> str:
     """Return the section as Markdown."""
     manifest, name = published.manifest, published.repo.rpartition("/")[2] or published.folder.resolve().name
-    target, place = next((t for t in ALL_TARGETS if t.name == manifest.arguments.target), None), shlex.quote(name)
+    target, place = _target(manifest), shlex.quote(name)
     model, _, revision = published.base.partition("@")
     return template("card.md.j2").render(
         manifest=manifest,
@@ -49,6 +50,14 @@ def card(published: Published) -> str:
         alone=_alone(manifest),
         restorable=manifest.arguments.drop_originals is not True,
     )
+
+
+def _target(manifest: Manifest) -> AnyTarget | None:
+    """Return the server that was converted for, or the contract, with the flags that it needs for this output."""
+    target = next((t for t in ALL_TARGETS if t.name == manifest.arguments.target), None)
+    if not isinstance(target, SlotTarget):
+        return target
+    return replace(target, started_with=slot_needs(target, [layer.routed.format for layer in manifest.layers if layer.routed]))
 
 
 def _changes(manifest: Manifest) -> Iterator[str]:

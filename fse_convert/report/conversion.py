@@ -10,6 +10,7 @@ from fse_convert.errors import printable, size
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.report.console import console, counted, duration, grid, runs, say
 from fse_convert.servers.commands import serve_command
+from fse_convert.servers.judge import answer
 from fse_convert.servers.targets import Target
 from fse_convert.servers.verdict import Outcome
 
@@ -107,7 +108,8 @@ def next_steps(plan: Plan, out: Path) -> list[str]:
     """Return the commands to go on with: serve what was written, publish it, and prove it again where it has arrived."""
     place = shlex.quote(str(out))
     target, model_type = plan.options.target, plan.source.description.model_type
-    serve = serve_command(target, place, model_type, fse=bool(plan.sidecar)) if target else ""
+    server = answer(plan.decision.after.subject, target) if target else None
+    serve = serve_command(server, place, model_type, fse=bool(plan.sidecar)) if server else ""
     return [
         serve or f"fse-convert inspect {place}",
         f"hf upload {shlex.quote(out.name)} {place}",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fse_convert.plan.advice import REQUANTISED
 from fse_convert.testing.patch import poke
 
 Run = Callable[..., tuple[int, str, str]]
@@ -23,6 +24,12 @@ def inspected(run: Run, folder: Path, *options: str) -> Any:
     code, out, _ = run("inspect", folder, "--json", *options)
     assert code == 0
     return json.loads(out)
+
+
+def notes(report: Any, target: str) -> set[str]:
+    """The codes of what is to be known of a target's answer."""
+    (answer,) = [answer for answer in report["targets"] if answer["target"] == target]
+    return {note["code"] for note in answer["notes"]}
 
 
 def outcomes(report: Any, target: str) -> dict[str, str]:
@@ -46,15 +53,32 @@ def test_every_command_that_is_offered_does_what_is_said_of_it(
         assert grown == offer["bytes"]
         for target in offer["targets"]:
             verdicts = outcomes(after, target)
+            assert not notes(after, target) & REQUANTISED
             drafter = {layer["name"] for layer in after["layers"] if layer["kind"] == "mtp"}
             assert {verdict for layer, verdict in verdicts.items() if layer not in drafter} == {"fused"}
-            assert outcomes(before, target) != verdicts
+            assert outcomes(before, target) != verdicts or notes(before, target) & REQUANTISED
             of_drafter = {verdicts[layer] for layer in drafter}
             assert of_drafter <= ({"unsafe"} if "fails" in offer["drafter"] else {"fused", "unfused"})
         assert run("verify", out, "--source", root)[0] == 0
         assert run("restore", out, back)[0] == 0
         assert digest(back) == digest(root)
-    assert bool(before["offers"]) == (kind != "v4.1-flash")
+    assert before["offers"]
+
+
+def test_what_one_way_of_starting_a_server_reads_rightly_is_offered_and_served_so(made: Make, tmp_path: Path, run: Run) -> None:
+    root, out = made("v4.1-flash"), tmp_path / "out"
+    (offer,) = inspected(run, root)["offers"]
+    assert offer["targets"] == ["sglang-0.5.21-slots", "sglang-0.5.22-slots", "sglang-0.5.23-slots"]
+    code, _, err = run(root, out, *shlex.split(offer["command"])[3:])
+    assert code == 0
+    flags = "--enforce-shared-experts-fusion --moe-a2a-backend none"
+    assert f"  python -m sglang.launch_server --model-path {out} --tp 8 {flags}\n" in err
+    assert "note[sglang-block-32]" in err
+    code, text, err = run("inspect", out, "--require", "sglang-0.5.23-slots")
+    assert code == 0
+    assert f"  python -m sglang.launch_server --model-path {out} --tp 8 {flags}\n" in err
+    assert "AMD AITER: no known release fuses this checkpoint as is. vLLM ROCm >= 0.30 would fail" in text
+    assert f"--tp 8 {flags}\n" in run("card", out)[1]
 
 
 def test_a_loss_is_permitted_by_name_only(made: Make, tmp_path: Path, run: Run) -> None:

@@ -17,7 +17,7 @@ from fse_convert.report.console import counted, gathered, runs, span
 from fse_convert.report.inspection.costs import advised_cost, cost_rows, cost_words
 from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import Answer, Question
-from fse_convert.servers.targets import CONTRACT, TARGETS
+from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 
 
@@ -191,12 +191,12 @@ class View:
     @property
     def next_steps(self) -> list[str]:
         """The command that serves the checkpoint with fusion: by a required server, else by the newest that fuses it."""
-        fused = [a.name for a in self.found.answers if a.fused and a.question is Question.NATIVE]
-        names = [name for name in fused if name in {row.label for row in self.required}] or fused
+        fused = [a for a in self.found.answers if a.fused]
+        required = [a for a in fused if a.name in {row.label for row in self.required}]
         place, model_type = shlex.quote(self.title.removeprefix("hf://")), self.found.description.model_type
-        served = [t for t in TARGETS if t.name in names and serve_command(t, place, model_type, fse=False)]
-        by_engine = {t.engine: serve_command(t, place, model_type, fse=self.found.converted) for t in served}
-        return [] if self.exit_code else list(by_engine.values())
+        served = required or [a for a in fused if a.question is Question.NATIVE]
+        by_engine = {a.engine: serve_command(a, place, model_type, fse=self.found.converted) for a in served}
+        return [] if self.exit_code else [command for command in by_engine.values() if command]
 
     def _complaints(self, required: Sequence[Answer]) -> Iterator[Complaint]:
         yield from (Complaint(error=True, said="", problem=p) for p in self.found.problems)
