@@ -81,6 +81,18 @@ def test_what_one_way_of_starting_a_server_reads_rightly_is_offered_and_served_s
     assert f"--tp 8 {flags}\n" in run("card", out)[1]
 
 
+def test_what_v4_pro_lacks_for_the_heterogeneous_kernel_is_offered_and_nothing_to_other_sizes(made: Make, run: Run) -> None:
+    root = made("v4-pro", layers=1, experts=384, hidden=7168, width=3072, sparse=True)  # without expert_dtype, as published
+    offers = [o for o in inspected(run, root)["offers"] if "vllm-0.33-aiter-fhmoe" in o["targets"]]
+    assert [(o["does"], o["bytes"]) for o in offers] == [(["writes expert_dtype fp4 in the place where servers read it"], 0)]
+    code, text, _ = run(root, "out", *shlex.split(offers[0]["command"])[3:], "--dry-run", "--json")
+    assert code == 0
+    assert {layer["kind"]: layer["verdict"] for layer in json.loads(text)["layers"]} == {"decoder": "fused", "mtp": "unfused"}
+    text = run("inspect", made("v4-flash", width=256))[1]
+    sentence = "No change of format is known to give this checkpoint the kernel of vLLM ROCm >= 0.30 (fhmoe): n_routed_experts"
+    assert sentence in " ".join(text.split())
+
+
 def test_a_loss_is_permitted_by_name_only(made: Make, tmp_path: Path, run: Run) -> None:
     root, out = made("kimi-k2-quark", width=256), tmp_path / "out"
     code, _, err = run(root, out, "--target", "vllm-0.33-aiter")
