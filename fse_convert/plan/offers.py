@@ -62,7 +62,7 @@ class Offers:
             grows = f"{'+' if offer.bytes >= 0 else '-'}{size(abs(offer.bytes))}"
             kept = f", originals in fse/ {size(offer.originals)}" if offer.originals else ""
             does, who = " and ".join(offer.does), releases(offer.targets, ALL_TARGETS)
-            exactly = ", and requantise nothing while loading," * offer.requantised
+            exactly = " with its own values" * offer.requantised
             yield f"{who} would fuse it{exactly} after a change that {does} ({lost}; {grows}{kept}){offer.drafter}.", offer.command
         if self.mends:
             mends = "; ".join(self.mends)
