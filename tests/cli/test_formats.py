@@ -186,6 +186,15 @@ def test_a_nan_in_a_copied_expert_is_the_source_s_damage(name: str, source: Make
     assert not (tmp_path / "out").exists()
 
 
+def test_an_expert_that_overflows_in_servers_is_no_mismatch(source: Make, tmp_path: Path, run: Run) -> None:
+    root, out = source("v4-flash", width=256, layers=1), tmp_path / "out"
+    poke(root, "layers.0.ffn.shared_experts.w1.scale", 0, b"\xfe" * 4)
+    code, text, _ = run(root, out, "--routed", "fp8")
+    assert code == 0
+    assert "  note: layers.0.ffn.shared_experts: the kernel's bytes and the source's compute the same bits; it overflows or" in text
+    assert run("verify", out, "--source", root, "--json")[0] == 0
+
+
 @pytest.mark.parametrize("byte", [0, 255])
 def test_scales_that_f32_cannot_hold_are_told_by_a_dry_run(byte: int, source: Make, tmp_path: Path, run: Run) -> None:
     root = source("v4-flash", width=256)
