@@ -44,7 +44,7 @@ def print_plan(plan: Plan, *, title: str) -> None:
 def _headline(plan: Plan, title: str) -> str:
     family, decision = plan.source.description.family, plan.decision
     old, new = decision.source_width, decision.width
-    widths = f"width {old} -> {new}" if new != old else f"width {new}, nothing to pad"
+    widths = "; ".join([f"width {old} -> {new}" if new != old else f"width {new}, nothing to pad", *_format_changes(plan)])
     if not plan.options.contract:
         return f"{title}: {family.name if family else '?'}, {_changes(plan)}"
     fit = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {plan.options.contract.name}"
@@ -57,9 +57,13 @@ def _changes(plan: Plan) -> str:
     decision = plan.decision
     wider = decision.main_width != decision.source_width
     does = [f"width {decision.source_width} -> {decision.main_width}, for tensor parallelism {plan.options.tp}"] * wider
-    does += [f"{c.does} ({'lossless' if c.lossless else 'lossy'})" for c in decision.changes]
+    does += _format_changes(plan)
     fuses = f"; {plan.options.goal} fuses {decision.fused_layers} of {len(decision.verdicts)} layers"
     return ("; ".join(does) or "nothing to change") + (fuses if plan.options.target else "")
+
+
+def _format_changes(plan: Plan) -> list[str]:
+    return [f"{c.does} ({'lossless' if c.lossless else 'lossy'})" for c in plan.decision.changes]
 
 
 def _server(plan: Plan, target: Target) -> str:
