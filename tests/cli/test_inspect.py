@@ -385,3 +385,10 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(("kind", "told"), [("v3", True), ("v4-flash-base", False), ("v4-flash", False)])
+def test_why_scales_that_are_not_powers_of_two_stay(kind: str, told: bool, made: Callable[..., Path], run: Run) -> None:
+    text = " ".join(run("inspect", made(kind))[1].split())
+    assert ("F32 scale tensors that were read hold values that are not powers of two and stay as they are" in text) == told
+    assert ("note[scales-kept]: " in text) == told
