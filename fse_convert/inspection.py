@@ -145,7 +145,7 @@ def _kept_scales(scales: Scales) -> Iterator[Problem]:
     if scales.inexact:
         message = (
             f"{len(scales.inexact):,} of {len(scales.read):,} F32 scale tensors that were read hold values that are not powers of"
-            " two and stay as they are: rounding would change weights by 2.65 % (relative L2), and no fusion of FP8 experts needs it"
+            " two and stay as they are: rounding changes weights by 2.65 % (relative L2), and no fusion of FP8 experts needs it"
         )
         yield Problem("scales-kept", message)
 

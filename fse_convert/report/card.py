@@ -17,6 +17,15 @@ from fse_convert.servers.slots import SlotTarget, slot_needs
 from fse_convert.sidecar.manifest import FUSED, Manifest
 
 
+FORMAT_CHANGES: Mapping[str, str] = {
+    "routed-fp8": "Routed experts are stored as FP8 blocks with F32 scales instead of MXFP4, every value exact",
+    "shared-mxfp4": "Shared experts are stored as MXFP4, which rounds their values",
+}
+"""What a change of format did, by its name in the manifest."""
+MEND = "A defect of `config.json` or of labels was mended, no value of the model changed"
+"""What all other changes did."""
+
+
 @dataclass(frozen=True, slots=True)
 class Published:
     """An output under its name: the folder it lies in, its own repository and its base model on the Hub, empty if not known.
@@ -63,7 +72,7 @@ def _target(manifest: Manifest) -> AnyTarget | None:
 def _changes(manifest: Manifest) -> Iterator[str]:
     width = manifest.model.width
     for change in manifest.changes or ():
-        yield f"Format change `{change.name}`, {'lossless' if change.lossless else 'which loses precision'}."
+        yield f"{FORMAT_CHANGES.get(change.name, MEND)} (`{change.name}`, {'lossless' if change.lossless else _loss(manifest)})."
     if width.main != width.source:
         padded = counted(len(manifest.padded), "tensor")
         yield f"Experts are {width.main} wide instead of {width.source}: {padded} padded, by channels that compute 0."
@@ -74,6 +83,13 @@ def _changes(manifest: Manifest) -> Iterator[str]:
         wider = f", {width.kernel} wide" if manifest.arguments.experts == Experts.SHARED.value else ""
         yield f"`fse/` is new: the shared experts of {layers} in the kernel's layout{wider}."
     yield "All other tensors are those of the base model, byte for byte."
+
+
+def _loss(manifest: Manifest) -> str:
+    """Say what rounding cost, as it was measured."""
+    matrices = manifest.proof.numerics.get("matrices", {})
+    worst = max((figures["relative_l2"] for figures in matrices.values()), default=None)
+    return f"lossy: relative L2 of a matrix at most {worst}" if worst is not None else "lossy: the error was not measured"
 
 
 def _level(record: Mapping[str, Any]) -> str:

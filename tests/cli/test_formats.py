@@ -158,6 +158,8 @@ def test_defects_are_mended_for_no_server_in_particular(made: Make, tmp_path: Pa
     assert run("verify", out, "--source", root)[0] == 0
     assert run("restore", out, tmp_path / "back")[0] == 0
     assert digest(tmp_path / "back") == digest(root)
+    mended = "- A defect of `config.json` or of labels was mended, no value of the model changed (`heal-fp8-scales`, lossless)."
+    assert mended in run("card", out)[1]
     code, _, err = run(made("v4-flash", width=256), tmp_path / "none", "--heal")
     assert code == 3
     assert "error[nothing-to-heal]" in err
@@ -213,6 +215,7 @@ def test_a_card_says_what_was_changed(options: tuple[str, ...], made: Make, tmp_
     code, text, _ = run("card", out)
     assert code == 0
     assert ("measured, not bit-equal" in text) == ("--lossy" in options)
+    assert ("(`shared-mxfp4`, lossy: relative L2 of a matrix at most 0.1" in text) == ("--lossy" in options)
     assert ("fse-convert restore" in text) == ("--drop-originals" not in options)
 
 
