@@ -16,7 +16,6 @@ from fse_convert.servers.judge import ALL_TARGETS, AnyTarget
 from fse_convert.servers.slots import SlotTarget, slot_needs
 from fse_convert.sidecar.manifest import FUSED, Manifest
 
-
 FORMAT_CHANGES: Mapping[str, str] = {
     "routed-fp8": "Routed experts are stored as FP8 blocks with F32 scales instead of MXFP4, every value exact",
     "shared-mxfp4": "Shared experts are stored as MXFP4, which rounds their values",

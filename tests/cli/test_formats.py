@@ -93,6 +93,27 @@ def test_what_v4_pro_lacks_for_the_heterogeneous_kernel_is_offered_and_nothing_t
     assert sentence in " ".join(text.split())
 
 
+@pytest.mark.parametrize("options", [("--routed", "fp8"), ("--shared", "mxfp4", "--lossy")])
+def test_the_gate_of_amd_passes_what_is_served_without_the_drafter(
+    options: tuple[str, ...], made: Make, tmp_path: Path, run: Run
+) -> None:
+    root, out, gate = made("v4-flash", width=256), tmp_path / "out", ("--require", "vllm-0.33-aiter")
+    assert run(root, out, *options, "-q")[0] == 0
+    code, text, _ = run("inspect", out, *gate)
+    assert code == 1
+    assert "Only the drafter's layers do not in vllm-0.33-aiter: --without-drafter leaves them out." in " ".join(text.split())
+    code, text, err = run("inspect", out, *gate, "--without-drafter")
+    assert code == 0
+    assert "Passed: every layer fuses in vllm-0.33-aiter." in text
+    assert "note[drafter-left-out]" in text
+    assert "mtp.0" not in text
+    assert "  VLLM_ROCM_USE_AITER=1 " in err
+    code, text, _ = run("inspect", root, *gate, "--without-drafter")
+    assert code == 1, "its decoder layers do not fuse"
+    assert "Only the drafter" not in text
+    assert "note[drafter-left-out]" not in run("inspect", made("bf16", mtp=0), "--without-drafter")[1]
+
+
 def test_a_loss_is_permitted_by_name_only(made: Make, tmp_path: Path, run: Run) -> None:
     root, out = made("kimi-k2-quark", width=256), tmp_path / "out"
     code, _, err = run(root, out, "--target", "vllm-0.33-aiter")

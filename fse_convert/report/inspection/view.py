@@ -73,6 +73,12 @@ class Row:
         return self.outcome is Outcome.FUSED
 
     @property
+    def decoder_fused(self) -> bool:
+        """True where there are layers of a drafter, and all others fuse; the server may still refuse the model as a whole."""
+        starts = self.outcome in (Outcome.UNFUSED, Outcome.UNSAFE)
+        return starts and len(self.cells) == len(LayerKind) and all(outcome is Outcome.FUSED for outcome, _ in self.cells[0])
+
+    @property
     def strip(self) -> str:
         """The cells in words."""
         cells = [outcome for group in self.cells for outcome, _ in group]
@@ -153,7 +159,11 @@ class View:
         if self.found.problems:
             return "Broken, see the errors; what follows rests on what could be read."
         if failing:
-            return f"Failed: not every layer fuses safely in {', '.join(failing)}."
+            drafter = [row.label for row in self.required if not row.fused and row.decoder_fused]
+            rest = (
+                f" Only the drafter's layers do not in {', '.join(drafter)}: --without-drafter leaves them out." if drafter else ""
+            )
+            return f"Failed: not every layer fuses safely in {', '.join(failing)}.{rest}"
         if self.required:
             return f"Passed: every layer fuses in {', '.join(row.label for row in self.required)}."
         if not self.found.description.layers and self.found.answers:
