@@ -186,6 +186,18 @@ def test_defects_are_mended_for_no_server_in_particular(made: Make, tmp_path: Pa
     assert "error[nothing-to-heal]" in err
 
 
+@pytest.mark.parametrize("options", [("--routed", "fp8"), ("--target", "vllm-0.33-aiter")])
+def test_a_change_of_format_at_a_size_that_needs_padding_names_one_that_does_not(
+    options: tuple[str, ...], made: Make, tmp_path: Path, run: Run
+) -> None:
+    root, out = made("v4-flash", width=384), tmp_path / "out"
+    code, _, err = run(root, out, *options, "--tp", "12")
+    assert code == 3
+    assert "error[changes-combined]" in err
+    assert "--tp 3 needs no padding" in err
+    assert run(root, out, *options, "--tp", "3", "--dry-run")[0] == 0
+
+
 def test_two_recodings_exclude_each_other(made: Make, tmp_path: Path, run: Run) -> None:
     code, _, err = run(made("v4-flash", width=256), tmp_path / "out", "--routed", "fp8", "--shared", "mxfp4", "--lossy")
     assert code == 3
