@@ -119,7 +119,6 @@ def convert(
     CHECKPOINT is a folder or hf://org/name[@revision], which is downloaded into the Hub's own cache first.
     """
     from fse_convert.conversion.run import Conversion, Request
-    from fse_convert.plan.notes import notes
     from fse_convert.report import conversion
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
@@ -158,13 +157,13 @@ def convert(
         ray=ray,
     )
     job = Conversion(request)
-    if not as_json:
-        for note in filter(None, (*notes(job.plan), None if part else job.fit_note())):
-            log.note(note)
+    notes = job.notes  # they may refuse the source, so also before JSON, which has them
+    for note in () if as_json else notes:
+        log.note(note)
     if dry_run:
         estimate = job.estimate()
         if as_json:
-            click.echo(dump(plan_record(job.plan, needs=estimate)))
+            click.echo(dump(plan_record(job.plan, notes, needs=estimate)))
         else:
             conversion.print_plan(job.plan, title="plan")
             conversion.print_estimate(estimate)
@@ -176,7 +175,7 @@ def convert(
     with interruptible(out, job.kept), progress(job.workload(), log) as observe:
         result = job.run(observe)
     if as_json:
-        click.echo(dump(conversion_record(result)))
+        click.echo(dump(conversion_record(result, notes)))
     elif part:
         conversion.print_part(result, out, part)
     else:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     "--require", multiple=True, metavar="NAME", shell_complete=complete_target,
     help="Exit with 1 unless this target fuses every layer; repeatable.",
 )  # fmt: skip
+@click.option(
+    "--without-drafter", is_flag=True,
+    help="Leave the drafter's layers (MTP) out of verdict and exit code: for serving without speculative decoding.",
+)  # fmt: skip
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size, for costs and widths.")
 @click.option("--ep", type=click.IntRange(min=1), default=8, show_default=True, help="Expert-parallel size, for costs per rank.")
 @family_option
@@ -49,6 +53,7 @@ def inspect(
     format_name: str,
     html: Path | None,
     *,
+    without_drafter: bool,
     log: Log,
     as_json: bool,
 ) -> ExitCode:
@@ -75,7 +80,9 @@ def inspect(
     with environment(checkpoint):
         folder = inspection.open_folder(checkpoint)
         names = frozenset((*target, *require)) if target else frozenset()
-        found = inspection.inspect(folder, Serving(tp, ep), names, thorough=bool(require), family=family)
+        found = inspection.inspect(
+            folder, Serving(tp, ep), names, thorough=bool(require), family=family, drafter=not without_drafter
+        )
     view = View(found, target, require)
     _print(view, "json" if as_json else format_name)
     if html:

@@ -29,8 +29,9 @@ from fse_convert.report.log import Log
 def restore(out: Path, original: Path, link: Link, *, strict: bool, log: Log, as_json: bool) -> None:
     """Rebuild the original checkpoint from OUT.
 
-    Padding and the kernel layout are taken out of OUT again: ORIGINAL is the checkpoint that was converted, bit for bit. That
-    checkpoint is not needed for it. What was added or edited once OUT was published, and no server reads (.gitattributes,
+    Padding, changes of format and of config.json, and the kernel layout are taken out of OUT again: ORIGINAL is the checkpoint
+    that was converted, bit for bit. That checkpoint is not needed for it: OUT/fse keeps what does not follow from OUT, unless
+    --drop-originals left it out. What was added or edited once OUT was published, and no server reads (.gitattributes,
     README.md, licences, pictures), comes as it is now, and is named.
     """
     from fse_convert.report.progress import progress

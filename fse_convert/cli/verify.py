@@ -51,12 +51,12 @@ def verify(
 ) -> ExitCode:
     """Prove OUT against its source.
 
-    storage: every byte, mapped by the kernel's addresses to the source's. numerics: the fused expert computed from both
-    sides, bit for bit. kernel: the real DeepGEMM kernel, on a GPU that has it (SM100); exit code 4 where it cannot run.
-    A level that was asked for and has nothing to run on has not passed: exit code 1. Without --source, OUT is only
-    compared with the digests in its own manifest, which anyone who edits OUT can compute again. Files that hubs add and
-    people edit once OUT is published, and that no server reads (.gitattributes, README.md, licences, pictures), may
-    differ: they are noted.
+    storage: every byte, mapped by the kernel's addresses, or by the rule of the format that it got, to the source's. numerics:
+    the fused expert computed from both sides, bit for bit; of shared experts that were rounded, the error measured. kernel: the
+    real DeepGEMM kernel, on a GPU that has it (SM100); exit code 4 where it cannot run. A level that was asked for and has
+    nothing to run on has not passed: exit code 1. Without --source, OUT is only compared with the digests in its own manifest,
+    which anyone who edits OUT can compute again. Files that hubs add and people edit once OUT is published, and that no server
+    reads (.gitattributes, README.md, licences, pictures), may differ: they are noted.
     """
     from fse_convert.output.staging import left_behind
     from fse_convert.report.progress import progress

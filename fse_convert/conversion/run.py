@@ -34,7 +34,7 @@ from fse_convert.output.staging import (
     stage,
 )
 from fse_convert.plan.manifest import arguments_record, draft_manifest
-from fse_convert.plan.notes import refusal
+from fse_convert.plan.notes import notes, refusal
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import open_source
@@ -164,14 +164,20 @@ class Conversion:
             "source": {name: list(self.folder.stamps[name]) for name in sorted(self.plan.source.checkpoint.files)},
         }
 
-    def fit_note(self) -> Problem | None:
-        """Say before any work whether experts can change their format exactly, as far as their scales tell."""
-        if not self.plan.decision.changes:
-            return None
-        from fse_convert.conversion.exact_fp8 import fit_note
+    @cached_property
+    def notes(self) -> tuple[Problem, ...]:
+        """What to know before any work; where formats change, also what the scales alone tell of whether they can, but in a part.
 
-        with environment(self.request.source):
-            return fit_note(self.plan)
+        Raises InvalidCheckpoint for a scale that the other format cannot hold, EnvironmentFailure.
+        """
+        found = notes(self.plan)
+        if self.plan.decision.changes and not self.request.part:
+            from fse_convert.conversion.exact_fp8 import fit_note
+
+            with environment(self.request.source):
+                fits = fit_note(self.plan)
+            found += [fits] if fits else []
+        return tuple(found)
 
     def kept(self) -> str:
         """Say which of this run's shards are finished: ``6 of 13 shards (1.20 GiB)``; empty where none is."""

@@ -57,6 +57,8 @@ class Advice:
 
 REQUANTISED = frozenset({"slot-requantised", "aiter-requantised"})
 """Notes of a fusion that does not compute with the checkpoint's own values."""
+MISREAD_ELSEWHERE = "sglang-block-32"
+"""The note of a fusion that is right in one way of starting the server alone."""
 
 
 def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int = 1, place: str = "CHECKPOINT") -> Advice:
@@ -118,6 +120,7 @@ def said_of(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
         if chosen
     ]
     said = said or [_none(rows)]
+    said += dict.fromkeys(f"{n.message}." for a in fused for n in a.notes if n.code == MISREAD_ELSEWHERE)
     if unsafe:
         hints = dict.fromkeys(r.hint for r in unsafe[-1].model.reasons if r.hint)
         way_out = f": {'; '.join(hints)}" if hints else ""
@@ -131,7 +134,7 @@ def _none(rows: Sequence[Answer]) -> str:
     newest = {server_of(a): a for a in rows}.values()
     reasons = [(a, r) for a in newest if a.model.outcome is not Outcome.UNSAFE for r in a.model.reasons]
     telling = [(a, r) for a, r in reasons if r.code not in NO_PATH]
-    if not reasons:
+    if not reasons or (not telling and any(a.model.outcome is Outcome.UNSAFE for a in newest)):
         return "no known release fuses this checkpoint as is."
     if not telling and all(a.model.outcome is Outcome.UNKNOWN for a, _ in reasons):
         return "no known rule covers this model."

@@ -62,7 +62,7 @@ def _decide_after(after: Source, changes: Changes, options: Options) -> Decision
     at_kernel, at_main, at_source = (LaunchWidths(w, n_shared * w) for w in (width, main, source_width))
     if main != source_width and any(change.tensors for change in changes):
         message = f"one conversion cannot change a format and pad {source_width} to {main}, and an output is not converted again"
-        raise NotConvertible(Problem("changes-combined", message, hint="choose one of them: leave --tp, or the change, out"))
+        raise NotConvertible(Problem("changes-combined", message, "--tp", f"choose one of them: {_unpadded(after, options)}"))
     verdicts, server = _verdicts(after, options, at_kernel, at_main)
     edits: tuple[ConfigEdit, ...] = ()
     if main != source_width:
@@ -102,6 +102,12 @@ def _verdicts(
 def _no_way(decision: Decision, candidates: Candidates, options: Options) -> list[Problem]:
     """Say why a target fuses nothing whatever may be changed, or which permission is lacking."""
     title = options.goal
+    unpadded = choose(candidates, replace(options, tp=1), _decide_after)
+    if misfit(unpadded) <= FITS:
+        message = (
+            f"{title} fuses this checkpoint after a change of format, but one conversion cannot pad it for TP {options.tp} too"
+        )
+        return [Problem("changes-combined", message, "--tp", _unpadded(unpadded.after, options))]
     if not options.lossy:
         lossy = replace(options, lossy=True)
         with_loss = choose(candidates, lossy, _decide_after)
@@ -114,6 +120,14 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
     unfit = [change for change in candidates.recodings() if isinstance(change, Problem)]
     message = f"no change of format that is known makes {title} fuse this checkpoint"
     return [Problem("no-change-helps", message, "--target", "--allow-unfused converts anyway"), *folded([*reasons, *unfit])]
+
+
+def _unpadded(source: Source, options: Options) -> str:
+    """Say at which tensor-parallel size a change of format needs no padding."""
+    width, n_shared = stored_widths(source.description)
+    sizes = (tp for tp in range(options.tp - 1, 0, -1) if options.tp % tp == 0)
+    fits = (tp for tp in sizes if needed_width(source.subject, replace(options, tp=tp), width, n_shared) == width)
+    return f"--tp {next(fits, 1)} needs no padding"
 
 
 def _check_understood(checkpoint: Checkpoint, description: Description, options: Options) -> None:

@@ -25,8 +25,8 @@ def notes(plan: Plan) -> list[Problem]:
     own = (_needless(plan), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan), refusal(plan), _drafter(plan),
            _served(plan))  # fmt: skip
     found = [n for n in own if n]
-    about = (*found, *_requantised(plan), *config_notes(plan), *_stale(plan))
-    return [*plan.source.checkpoint.notes, *plan.source.description.conflicts, *about]
+    about = (*found, *_unused(plan), *_requantised(plan), *config_notes(plan), *_stale(plan))
+    return [*plan.source.checkpoint.notes, *plan.decision.after.description.conflicts, *about]
 
 
 def padding_cost(plan: Plan) -> str:
@@ -86,7 +86,8 @@ def _beside(plan: Plan) -> Problem | None:
 
 def _nothing_to_pad(plan: Plan) -> Problem | None:
     decision = plan.decision
-    if plan.rewritten or decision.width != decision.source_width or not decision.fused_layers or not plan.options.contract:
+    changed = plan.rewritten or decision.changes or decision.width != decision.source_width
+    if changed or not decision.fused_layers or not plan.options.contract:
         return None
     server = plan.options.server
     whose = server.title if isinstance(server, Target) and decision.server.fused else plan.options.goal
@@ -135,6 +136,16 @@ def _served(plan: Plan) -> Problem | None:
     ]
     said = [f"{TOPICS[q]}: {said_of(rows, decoder)}" for q in Question if (rows := [a for a in answers if a.question is q])]
     return Problem("output-served", f"of the output: {' '.join(said) or 'no server that is known fuses it.'}")
+
+
+def _unused(plan: Plan) -> Iterator[Problem]:
+    """Note permissions that no change makes use of."""
+    changes = plan.decision.changes
+    if plan.options.lossy and all(change.lossless for change in changes):
+        yield Problem("option-unused", "no change that is made loses precision", "--lossy", "leave it out")
+    if plan.options.drop_originals and not any(change.originals for change in changes):
+        message = "no change that is made keeps originals, so there are none to leave out"
+        yield Problem("option-unused", message, "--drop-originals", "leave it out")
 
 
 def _requantised(plan: Plan) -> Iterator[Problem]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fse_convert.checkpoint.reader import Checkpoint
 from fse_convert.errors import size
-from fse_convert.plan.advice import NO_PATH, Plans, conversion_command, releases, server_of
+from fse_convert.plan.advice import NO_PATH, REQUANTISED, Plans, conversion_command, releases, server_of
 from fse_convert.plan.changes.search import FITS, misfit
 from fse_convert.plan.plan import Decision, Options
-from fse_convert.servers.aiter.question import AiterTarget
-from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget
+from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, answer
 from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome
 
 DRAFTER = ("", "; the drafter's layers run unfused", "; not with the drafter, which fails")
 """What comes of the drafter, by `misfit`."""
+BY_NAME = {target.name: target for target in ALL_TARGETS}
+FALLS_BACK = "aiter-heterogeneous"
+"""The note of a server that goes on without the kernel that the target is about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Offer:
     """A list of changes, and the servers that fuse the output.
 
     ``bytes``: by which the standard layout grows; ``originals``: kept in ``fse/`` for ``restore``. ``drafter``: what comes of it,
-    as the end of a sentence.
+    as the end of a sentence. ``requantised``: whether these servers fuse the checkpoint as it is too, with rounded shared experts.
     """
 
     targets: tuple[AnyTarget, ...]
@@ -35,17 +37,21 @@ class Offer:
     originals: int
     drafter: str
     command: str
+    requantised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Offers:
     """What changes of format can do.
 
-    ``helpless``: servers that no known change makes fuse the checkpoint. ``mends``: what `heal` alone would do, and the command.
+    ``helpless``: servers that no known change makes fuse the checkpoint; ``kernels``: those that run it without the kernel that the
+    target is about, whatever the format, and ``why``. ``mends``: what `heal` alone would do, and the command.
     """
 
     offers: tuple[Offer, ...] = ()
     helpless: tuple[AnyTarget, ...] = ()
+    kernels: tuple[AnyTarget, ...] = ()
+    why: str = ""
     mends: tuple[str, ...] = ()
     heal: str = ""
 
@@ -56,25 +62,28 @@ class Offers:
             grows = f"{'+' if offer.bytes >= 0 else '-'}{size(abs(offer.bytes))}"
             kept = f", originals in fse/ {size(offer.originals)}" if offer.originals else ""
             does, who = " and ".join(offer.does), releases(offer.targets, ALL_TARGETS)
-            yield f"{who} would fuse it after a change that {does} ({lost}; {grows}{kept}){offer.drafter}.", offer.command
+            exactly = " with its own values" * offer.requantised
+            yield f"{who} would fuse it{exactly} after a change that {does} ({lost}; {grows}{kept}){offer.drafter}.", offer.command
         if self.mends:
-            yield f"config.json or labels contradict the tensors, which can be mended: {'; '.join(self.mends)}.", self.heal
+            mends = "; ".join(self.mends)
+            yield f"config.json or labels lack or contradict what the tensors show, which can be mended: {mends}.", self.heal
         if self.helpless:
             yield f"No change of format is known to help {releases(self.helpless, ALL_TARGETS)}.", ""
+        if self.kernels:
+            who = releases(self.kernels, ALL_TARGETS)
+            yield f"No change of format is known to give this checkpoint the kernel of {who}: {self.why}.", ""
 
 
 def make_offers(answers: Sequence[Answer], plans: Plans, source: Checkpoint, place: str) -> Offers:
     """Try every server that does not fuse a checkpoint as it is, without loss and with it. ``place``: the checkpoint's path."""
-    by_name = {target.name: target for target in ALL_TARGETS}
     found: dict[tuple[tuple[str, ...], int], tuple[Decision, list[AnyTarget], bool]] = {}
-    helpless = []
-    for answer in (a for a in answers if not a.fused and a.engine != CONTRACT and _has_path(a)):
-        target, helped = by_name[answer.name], False
-        if isinstance(target, AiterTarget) and target.heterogeneous:
-            continue  # no format gives a model that kernel
+    helpless, kernels, why = [], [], ""
+    for as_is in (a for a in answers if not a.fused and a.engine != CONTRACT and _has_path(a)):
+        target, helped = BY_NAME[as_is.name], False
+        passed_over = next((note.message for note in as_is.notes if note.code == FALLS_BACK), "")
         for lossy in (False, True):
             decision = plans(Options(target, lossy=lossy, shared_mxfp4=lossy))
-            if decision is None or misfit(decision) > FITS:
+            if decision is None or misfit(decision) > FITS or _falls_back(decision, target):
                 continue
             helped = True
             if not decision.changes:
@@ -83,17 +92,40 @@ def make_offers(answers: Sequence[Answer], plans: Plans, source: Checkpoint, pla
             _, targets, _ = found.setdefault(key, (decision, [], lossy))
             if target not in targets:
                 targets.append(target)
-        if not helped:
+        if passed_over and not helped:
+            kernels.append(target)
+            why = passed_over.partition(": ")[2]
+        elif not helped:
             helpless.append(target)
-    made = []
+    made = [*_own_values(answers, plans, source, place)]
     for decision, targets, lossy in found.values():
-        newest = [t for t in targets if server_of(t) == server_of(targets[0])][-1]
-        command = conversion_command(place, newest.name, *["--shared mxfp4 --lossy"] * lossy)
+        command = conversion_command(place, _newest(targets).name, *["--shared mxfp4 --lossy"] * lossy)
         made.append(_offer(decision, tuple(targets), source, command))
     healed = plans(Options(None, heal=True))
     mends = tuple(change.does for change in healed.changes) if healed else ()
     heal = shlex.join(["fse-convert", place, "OUT", "--heal"])
-    return Offers(tuple(sorted(made, key=lambda offer: not offer.lossless)), tuple(helpless), mends, heal)
+    offers = tuple(sorted(made, key=lambda offer: not offer.lossless))
+    return Offers(offers, tuple(helpless), tuple(kernels), why, mends, heal)
+
+
+def _falls_back(decision: Decision, target: AnyTarget) -> bool:
+    """Tell whether a server fuses the output as another row says, without the kernel that the target is about."""
+    return any(note.code == FALLS_BACK for note in answer(decision.after.subject, target).notes)
+
+
+def _own_values(answers: Sequence[Answer], plans: Plans, source: Checkpoint, place: str) -> Iterator[Offer]:
+    """Yield the lossless change after which servers that requantise shared experts while loading have no need to."""
+    rounding = [BY_NAME[a.name] for a in answers if a.fused and REQUANTISED.intersection(n.code for n in a.notes)]
+    decided = {t.name: plans(Options(t, routed_fp8=True)) for t in rounding}
+    if targets := tuple(t for t in rounding if (d := decided[t.name]) and not misfit(d)):
+        newest = _newest(targets)
+        decision, command = decided[newest.name], conversion_command(place, newest.name, "--routed fp8")
+        if decision:
+            yield replace(_offer(decision, targets, source, command), requantised=True)
+
+
+def _newest(targets: Sequence[AnyTarget]) -> AnyTarget:
+    return [t for t in targets if server_of(t) == server_of(targets[0])][-1]
 
 
 def _has_path(answer: Answer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,17 @@ from fse_convert.plan.plan import Experts
 from fse_convert.report.console import counted
 from fse_convert.report.templates import template
 from fse_convert.servers.commands import serve_command
-from fse_convert.servers.judge import ALL_TARGETS
+from fse_convert.servers.judge import ALL_TARGETS, AnyTarget
+from fse_convert.servers.slots import SlotTarget, slot_needs
 from fse_convert.sidecar.manifest import FUSED, Manifest
+
+FORMAT_CHANGES: Mapping[str, str] = {
+    "routed-fp8": "Routed experts are stored as FP8 blocks with F32 scales instead of MXFP4, every value exact",
+    "shared-mxfp4": "Shared experts are stored as MXFP4, which rounds their values",
+}
+"""What a change of format did, by its name in the manifest."""
+MEND = "A defect of `config.json` or of labels was mended, no value of the model changed"
+"""What all other changes did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class Published:
 def card(published: Published) -> str:
     """Return the section as Markdown."""
     manifest, name = published.manifest, published.repo.rpartition("/")[2] or published.folder.resolve().name
-    target, place = next((t for t in ALL_TARGETS if t.name == manifest.arguments.target), None), shlex.quote(name)
+    target, place = _target(manifest), shlex.quote(name)
     model, _, revision = published.base.partition("@")
     return template("card.md.j2").render(
         manifest=manifest,
@@ -51,10 +60,18 @@ def card(published: Published) -> str:
     )
 
 
+def _target(manifest: Manifest) -> AnyTarget | None:
+    """Return the server that was converted for, or the contract, with the flags that it needs for this output."""
+    target = next((t for t in ALL_TARGETS if t.name == manifest.arguments.target), None)
+    if not isinstance(target, SlotTarget):
+        return target
+    return replace(target, started_with=slot_needs(target, [layer.routed.format for layer in manifest.layers if layer.routed]))
+
+
 def _changes(manifest: Manifest) -> Iterator[str]:
     width = manifest.model.width
     for change in manifest.changes or ():
-        yield f"Format change `{change.name}`, {'lossless' if change.lossless else 'which loses precision'}."
+        yield f"{FORMAT_CHANGES.get(change.name, MEND)} (`{change.name}`, {'lossless' if change.lossless else _loss(manifest)})."
     if width.main != width.source:
         padded = counted(len(manifest.padded), "tensor")
         yield f"Experts are {width.main} wide instead of {width.source}: {padded} padded, by channels that compute 0."
@@ -65,6 +82,13 @@ def _changes(manifest: Manifest) -> Iterator[str]:
         wider = f", {width.kernel} wide" if manifest.arguments.experts == Experts.SHARED.value else ""
         yield f"`fse/` is new: the shared experts of {layers} in the kernel's layout{wider}."
     yield "All other tensors are those of the base model, byte for byte."
+
+
+def _loss(manifest: Manifest) -> str:
+    """Say what rounding cost, as it was measured."""
+    matrices = manifest.proof.numerics.get("matrices", {})
+    worst = max((figures["relative_l2"] for figures in matrices.values()), default=None)
+    return f"lossy: relative L2 of a matrix at most {worst}" if worst is not None else "lossy: the error was not measured"
 
 
 def _level(record: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from fse_convert.errors import printable, size
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.report.console import console, counted, duration, grid, runs, say
 from fse_convert.servers.commands import serve_command
+from fse_convert.servers.judge import answer
 from fse_convert.servers.targets import Target
 from fse_convert.servers.verdict import Outcome
 
@@ -43,7 +44,7 @@ def print_plan(plan: Plan, *, title: str) -> None:
 def _headline(plan: Plan, title: str) -> str:
     family, decision = plan.source.description.family, plan.decision
     old, new = decision.source_width, decision.width
-    widths = f"width {old} -> {new}" if new != old else f"width {new}, nothing to pad"
+    widths = "; ".join([f"width {old} -> {new}" if new != old else f"width {new}, nothing to pad", *_format_changes(plan)])
     if not plan.options.contract:
         return f"{title}: {family.name if family else '?'}, {_changes(plan)}"
     fit = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {plan.options.contract.name}"
@@ -56,9 +57,13 @@ def _changes(plan: Plan) -> str:
     decision = plan.decision
     wider = decision.main_width != decision.source_width
     does = [f"width {decision.source_width} -> {decision.main_width}, for tensor parallelism {plan.options.tp}"] * wider
-    does += [f"{c.does} ({'lossless' if c.lossless else 'lossy'})" for c in decision.changes]
+    does += _format_changes(plan)
     fuses = f"; {plan.options.goal} fuses {decision.fused_layers} of {len(decision.verdicts)} layers"
     return ("; ".join(does) or "nothing to change") + (fuses if plan.options.target else "")
+
+
+def _format_changes(plan: Plan) -> list[str]:
+    return [f"{c.does} ({'lossless' if c.lossless else 'lossy'})" for c in plan.decision.changes]
 
 
 def _server(plan: Plan, target: Target) -> str:
@@ -107,7 +112,8 @@ def next_steps(plan: Plan, out: Path) -> list[str]:
     """Return the commands to go on with: serve what was written, publish it, and prove it again where it has arrived."""
     place = shlex.quote(str(out))
     target, model_type = plan.options.target, plan.source.description.model_type
-    serve = serve_command(target, place, model_type, fse=bool(plan.sidecar)) if target else ""
+    server = answer(plan.decision.after.subject, target) if target else None
+    serve = serve_command(server, place, model_type, fse=bool(plan.sidecar)) if server else ""
     return [
         serve or f"fse-convert inspect {place}",
         f"hf upload {shlex.quote(out.name)} {place}",

@@ -107,11 +107,13 @@ def _numerics_lines(summary: NumericsSummary) -> Iterator[str]:
         yield from _loss_lines(summary.losses)
     wrong = (f"  mismatch[numerics]: {layer.name}: {layer.reason}" for layer in summary.layers if not layer.passed)
     yield from islice(wrong, SHOWN)
+    beyond = (layer for layer in summary.layers if layer.passed and layer.result and not layer.result.in_range)
+    yield from islice((f"  note: {layer.name}: {layer.reason}" for layer in beyond), SHOWN)
 
 
 def _bit_equal_line(summary: NumericsSummary) -> str:
     status = "FAILED" if summary.status == "failed" else "passed"
-    results = [layer.result for layer in summary.layers if layer.result]
+    results = [layer.result for layer in summary.layers if layer.result and layer.result.in_range]
     worst = max(results, key=lambda r: r.relative_l2, default=None)
     distance = f"; distance to the exact expert at most {worst.relative_l2:.3g} (allowed {worst.bound:.3g})" if worst else ""
     where = f"on {worst.device}, " if worst else ""

@@ -183,10 +183,8 @@ class EstimateRecord(Record):
     files: Sequence[FileEstimate]
 
 
-def plan_record(plan: Plan, **done: Any) -> ConversionRecord:
+def plan_record(plan: Plan, notes: Sequence[Problem], **done: Any) -> ConversionRecord:
     """Describe a plan, and what a dry run ``needs`` or what was ``done``."""
-    from fse_convert.plan.notes import notes
-
     description, options, decision = plan.source.description, plan.options, plan.decision
     fused = sum(v.server.fused for v in decision.verdicts)
     return fill(
@@ -207,15 +205,15 @@ def plan_record(plan: Plan, **done: Any) -> ConversionRecord:
         sidecar=[fill(SidecarRecord, s, tensors=len(s.kernel_tensors) or len(s.tensors)) for s in (*plan.sidecar, *plan.originals)],
         changes=[fill(ChangeRecord, change) for change in decision.changes],
         server=options.server and fill(ServerRecord, decision.server, target=options.server.name, fused_layers=fused),
-        notes=notes(plan),
+        notes=notes,
         **done,
     )
 
 
-def conversion_record(result: ConversionResult) -> ConversionRecord:
+def conversion_record(result: ConversionResult, notes: Sequence[Problem]) -> ConversionRecord:
     """Describe a finished conversion."""
     files, by_way = dict(sorted(result.files.items())), dict(sorted(result.bytes.items()))
-    return plan_record(result.plan, files=files, bytes=by_way, proof=result.proof and proof_record(result.proof))
+    return plan_record(result.plan, notes, files=files, bytes=by_way, proof=result.proof and proof_record(result.proof))
 
 
 def _layer(judged: LayerVerdict) -> LayerRecord:

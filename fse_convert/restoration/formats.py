@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -51,6 +51,7 @@ def recipes(source: Header, output: Shard, kept: Shard | None, renamed: Mapping[
     VerificationFailure where there is nothing that a tensor can come back from.
     """
     stored = _Stored(output, kept, renamed)
+    stored.check_order(output.name, [t.name for t in source.tensors])
     return [stored.recipe(t) or _refuse(f"{output.name}: {t.name}", dropped=dropped) for t in source.tensors]
 
 
@@ -68,6 +69,13 @@ class _Stored:
         self.tensors = {renamed.get(t.name, t.name): t for t in output.header.tensors}
         self.originals = {t.name.removeprefix(original_name("")): t for t in kept.header.tensors} if kept else {}
         self.scales = {name.rpartition(".")[0]: name for name in self.originals}
+
+    def check_order(self, where: str, names: Sequence[str]) -> None:
+        """Refuse tensors that do not lie in the order of the source's, in which they were written. Raises VerificationFailure."""
+        known = set(names)
+        for found in (self.tensors, self.originals):
+            if [name for name in found if name in known] != [name for name in names if name in found]:
+                raise unlike("tensor-order", where, "its tensors lie in another order than the original's: names were swapped")
 
     def recipe(self, t: TensorInfo) -> Recipe | None:
         """Return the way back of a source tensor, None where there is none."""

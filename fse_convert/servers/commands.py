@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fse_convert.servers.judge import AnyTarget
+from fse_convert.servers.judge import Answer, AnyTarget
 
 COMMANDS = {
     "vLLM": "vllm serve {} --tensor-parallel-size 8",
@@ -18,11 +18,11 @@ VARIABLES = "VLLM_ROCM_USE_AITER"
 """What ``...`` stands for in rows that list several variables."""
 
 
-def serve_command(target: AnyTarget, place: str, model_type: str, *, fse: bool) -> str:
+def serve_command(target: AnyTarget | Answer, place: str, model_type: str, *, fse: bool) -> str:
     """Return the command that starts a server on a converted checkpoint; empty for a contract, and where none is known.
 
-    ``place``: its folder, quoted for a shell. ``fse``: whether it has the kernel layout, for which vLLM has a load format; SGLang's
-    plugin finds it by itself.
+    ``target``: a row, or its answer with the flags that this checkpoint needs. ``place``: its folder, quoted for a shell. ``fse``:
+    whether it has the kernel layout, for which vLLM has a load format; SGLang's plugin finds it by itself.
     """
     if target.engine not in COMMANDS:
         return ""

@@ -290,13 +290,6 @@ HAZARDS: tuple[Hazard, ...] = (
         lambda s: s.slots and s.fp8 and s.own.fused and _is(s.shared, MXFP4, "F8_E8M0"),
     ),
     Hazard(
-        "sglang-block-32",
-        "treats FP8 blocks as 128x128 on HIP with AITER, and with DeepEP, Mooncake or NIXL: there the values are wrong",
-        "serve on CUDA with --moe-a2a-backend none, whose Triton kernels read 32x32 blocks",
-        "0.5.20 layers/quantization/fp8.py:2956, 0.5.23:3454-3459; layers/moe/moe_runner/deep_gemm.py:312-334",
-        lambda s: s.slots and s.fp8 and _is(s.routed, FP8) and s.routed.gate.block == (32, 32),
-    ),
-    Hazard(
         "slot-storage-differs",
         "takes the shared expert for MXFP4 by the config and puts it, stored otherwise, into an MXFP4 slot",
         "serve without --enforce-shared-experts-fusion",

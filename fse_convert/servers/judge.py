@@ -17,7 +17,7 @@ from fse_convert.servers.hazards import with_hazards
 from fse_convert.servers.naming import find_named
 from fse_convert.servers.native import LaunchWidths, config_verdict, kernel_verdict, native_verdict
 from fse_convert.servers.scales import with_scales
-from fse_convert.servers.slots import SLOT_TARGETS, SlotTarget, slot_notes, slot_verdicts
+from fse_convert.servers.slots import SLOT_TARGETS, SlotTarget, slot_needs, slot_notes, slot_verdicts
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import TARGETS, Target
 from fse_convert.servers.verdict import Outcome, Reason, Verdict, not_understood, whole
@@ -102,14 +102,16 @@ def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
     if isinstance(target, SlotTarget):
         own = slot_verdicts(checkpoint, target)
         verdicts = tuple(with_hazards(checkpoint, target, d, v) for d, v in zip(layers, own, strict=True))
-        return _put_together(target, verdicts, whole(verdicts), slot_notes(description, target, verdicts))
+        needs = slot_needs(target, [d.routed.label for d in layers if d.routed])
+        return _put_together(target, verdicts, whole(verdicts), slot_notes(description, target, verdicts), needs)
     question = ask_aiter(checkpoint.config, checkpoint.quant_config, checkpoint.quantization, target)
     if isinstance(question, Verdict):
         return _put_together(target, (question,) * len(layers), question)
     own = tuple(judge_layer(question, d) for d in layers)
     verdicts = tuple(with_hazards(checkpoint, target, d, v, question) for d, v in zip(layers, own, strict=True))
     model = _model_with_unsafe_layers(judge_whole(layers, own), verdicts)
-    return _put_together(target, verdicts, model, notes(question, layers, verdicts), question.conditions)
+    needs = ", ".join((target.started_with, *question.conditions))
+    return _put_together(target, verdicts, model, notes(question, layers, verdicts), needs)
 
 
 def _model_with_unsafe_layers(model: Verdict, layers: Sequence[Verdict]) -> Verdict:
@@ -125,14 +127,14 @@ def _put_together(
     layers: tuple[Verdict, ...],
     model: Verdict,
     notes: tuple[Reason, ...] = (),
-    conditions: tuple[str, ...] = (),
+    needs: str = "",
 ) -> Answer:
     return Answer(
         name=target.name,
         question=QUESTIONS[type(target)],
         engine=target.engine,
         release=target.release,
-        started_with=", ".join((target.started_with, *conditions)),
+        started_with=needs or target.started_with,
         source=target.source,
         layers=layers,
         model=model,

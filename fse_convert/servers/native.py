@@ -73,6 +73,9 @@ def native_verdict(
     routed, shared = groups
     at = widths or LaunchWidths(routed.width, shared.width)
     at = LaunchWidths(padded_routed(at.routed, target), at.shared)
+    if routed.gate.kind in target.passed_over:
+        message = f"{server} runs {routed.label} experts without MegaMoE, the shared expert beside them, and says nothing of it"
+        return because(Outcome.UNFUSED, "format-passed-over", message)
     refused = (*_config_refusals(config, target), *_server_refusals(routed, at, target))
     if refused:
         return Verdict(Outcome.REFUSED, _hinted(refused))

@@ -8,6 +8,7 @@ is requantised.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fse_convert.model.description import Description, LayerDescription
@@ -39,7 +40,12 @@ class SlotTarget:
 
 REQUANTISED_SCALES = ("F8_E8M0", "F32")
 """Scale dtypes of FP8 shared experts that SGLang turns into MXFP4 (0.5.23 layers/moe/fused_moe_triton/layer.py:1043-1110)."""
-SGLANG_FLAG = "--enforce-shared-experts-fusion; under expert parallelism also DeepEP or MegaMoE"
+SGLANG_FLAG = "--enforce-shared-experts-fusion"
+SGLANG_SLOTS = f"{SGLANG_FLAG}; under expert parallelism also DeepEP or MegaMoE"
+FP8_32 = "FP8 32x32"
+"""How the label of experts begins whose FP8 blocks are 32x32, as DeepSeek-V4.1's."""
+SGLANG_FP8_32 = f"{SGLANG_FLAG}, --moe-a2a-backend none, CUDA, no expert parallelism"
+"""What SGLang needs for those: kernels with blocks of the config's size (moe_runner/triton_utils/fused_moe_triton_config.py)."""
 ATOM = SlotTarget(
     name="atom",
     engine="ATOM",
@@ -57,7 +63,7 @@ SLOT_TARGETS: tuple[SlotTarget, ...] = (
             engine=t.engine,
             release=t.release,
             source=t.slots,
-            started_with=SGLANG_FLAG,
+            started_with=SGLANG_SLOTS,
             model_types=t.model_types,
             classes=t.classes,
             requantises=True,
@@ -108,9 +114,7 @@ def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subj
         return not_understood(layer.problems)
     if layer.shared is None or layer.routed is None:
         return NO_SHARED_EXPERT
-    unchecked, hint = (
-        (Outcome.UNSAFE, f"serve without {SGLANG_FLAG.partition(';')[0]}") if target.requantises else (Outcome.UNFUSED, "")
-    )
+    unchecked, hint = (Outcome.UNSAFE, f"serve without {SGLANG_FLAG}") if target.requantises else (Outcome.UNFUSED, "")
     if layer.shared.width != layer.routed.width:
         message = f"the shared expert is {layer.shared.width} wide, a routed one {layer.routed.width}: it fits no slot"
         return because(unchecked, "slot-width", message, hint)
@@ -126,8 +130,19 @@ def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subj
     return because(unchecked, "slot-format", message, hint)
 
 
+def slot_needs(target: SlotTarget, routed: Iterable[str]) -> str:
+    """Return the flags and hardware with which a server fuses a model. ``routed``: labels of its routed experts' formats."""
+    return SGLANG_FP8_32 if target.requantises and any(label.startswith(FP8_32) for label in routed) else target.started_with
+
+
 def slot_notes(description: Description, target: SlotTarget, verdicts: tuple[Verdict, ...]) -> tuple[Reason, ...]:
-    """Say where fusing changes numbers: FP8 requantised to MXFP4 while loading."""
+    """Say where fusing changes numbers: FP8 requantised to MXFP4 while loading, or kernels that take blocks for larger ones.
+
+    The latter: 0.5.20 layers/quantization/fp8.py:2956, 0.5.23:3454-3459; layers/moe/moe_runner/deep_gemm.py:312-334.
+    """
+    if slot_needs(target, [d.routed.label for d in description.layers if d.routed]) != target.started_with:
+        message = f"{target.engine} takes FP8 blocks of 32x32 for 128x128 on HIP, and with DeepEP, Mooncake or NIXL: wrong values"
+        return (Reason("sglang-block-32", message, hint="serve on CUDA with --moe-a2a-backend none, as this row says"),)
     changed = [d for d, v in zip(description.layers, verdicts, strict=True) if v.fused and _stored_apart(d)]
     if not changed:
         return ()

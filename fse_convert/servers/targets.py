@@ -85,7 +85,8 @@ class Target:
     ``pairings``: see `Pairings`. ``multiples``: of width and hidden size, for routed formats with rules of their own.
     ``shared_blocks``: scale blocks its fusion accepts (None: any with a multiple of 32 columns). ``scale_dtypes``: of the
     shared expert's scales in the checkpoint. ``model_types``: whose model code has the path (empty: any), ``beside``: whose
-    model code runs MegaMoE and always keeps the shared expert out of it. ``classes``: the model classes that have the path, for a
+    model code runs MegaMoE and always keeps the shared expert out of it. ``passed_over``: routed formats that it loads, and then
+    runs without MegaMoE. ``classes``: the model classes that have the path, for a
     config that names its class (empty: any). ``rules``: what the model code asks of config.json.
     ``held_twice``: what it keeps two copies of. ``slots``: where its gate of slot fusion was read, for the same model types
     (empty: it has none). ``started_with``: flags and hardware.
@@ -106,6 +107,7 @@ class Target:
     scale_dtypes: tuple[str, ...] = E8M0_DTYPES
     model_types: frozenset[str] = frozenset({"deepseek_v4", "deepseek_v41"})
     beside: frozenset[str] = frozenset()
+    passed_over: frozenset[StorageKind] = frozenset()
     classes: frozenset[str] = frozenset()
     rules: tuple[ConfigRule, ...] = ()
     held_twice: frozenset[HeldTwice] = frozenset()
@@ -128,6 +130,11 @@ VLLM = "SM100, --moe-backend deep_gemm_mega_moe, --enable-expert-parallel, TP 1 
 SGLANG = "SM100, --moe-a2a-backend megamoe"
 SGLANG_SCALES = (*E8M0_DTYPES, "F32")
 """SGLang loads scales as FP32 and rounds them to UE8M0 (0.5.23 layers/quantization/fp8.py:1694-1719)."""
+SGLANG_PASSES_OVER = frozenset({StorageKind.FP8_BLOCK})
+"""Nothing is built of FP8 experts on SM100 and every layer falls back, unlogged; SM90's MegaMoE takes them, no shared ones.
+
+0.5.21 layers/quantization/fp8.py:2040-2076, 0.5.22:2116-2152, 0.5.23:2230-2275 (run); 0.5.23 layers/moe/mega_moe.py:163-184.
+"""
 NVFP4_256 = {StorageKind.NVFP4: (256, 256)}
 V4_CLASS = frozenset({"DeepseekV4ForCausalLM"})
 VLLM_CLASSES = V4_CLASS | {"DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM"}
@@ -178,25 +185,25 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         "sglang-0.5.20", "SGLang", "0.5.20", MEGAMOE_128, "layers/moe/mega_moe.py (no shape check; sgl-deep-gemm 0.2.0)", SGLANG,
-        fuses=False, pairings=FP4_OR_NVFP4_ALONE, model_types=V4_ONLY, classes=SGLANG_CLASSES,
+        fuses=False, pairings=FP4_OR_NVFP4_ALONE, passed_over=SGLANG_PASSES_OVER, model_types=V4_ONLY, classes=SGLANG_CLASSES,
         held_twice=SGLANG_SCALES_TWICE, slots="models/deepseek_v4.py:3418-3444",
     ),
     Target(
         "sglang-0.5.21", "SGLang", "0.5.21", MEGAMOE_512, "layers/moe/mega_moe.py:99-111; V4.1: models/deepseek_v4.py:4865",
         f"{SGLANG}; V4.1 as text: --json-model-override-args '{{\"vision_n_layers\": 0}}'",
-        fuses=False, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256,
+        fuses=False, pairings=FP4_OR_NVFP4_ALONE, passed_over=SGLANG_PASSES_OVER, multiples=NVFP4_256,
         classes=SGLANG_CLASSES_0_5_21, held_twice=SGLANG_SCALES_TWICE, slots="models/deepseek_v4.py:5045-5071",
     ),
     Target(
         "sglang-0.5.22", "SGLang", "0.5.22", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 194-204", SGLANG,
-        hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, shared_blocks=((128, 128),),
-        scale_dtypes=SGLANG_SCALES, classes=SGLANG_CLASSES_0_5_21, held_twice=SGLANG_TWICE,
-        slots="models/deepseek_v4.py:4791-4817",
+        hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, passed_over=SGLANG_PASSES_OVER,
+        multiples=NVFP4_256, shared_blocks=((128, 128),), scale_dtypes=SGLANG_SCALES, classes=SGLANG_CLASSES_0_5_21,
+        held_twice=SGLANG_TWICE, slots="models/deepseek_v4.py:4791-4817",
     ),
     Target(
         "sglang-0.5.23", "SGLang", "0.5.23", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 196-207", SGLANG,
-        hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, multiples=NVFP4_256, scale_dtypes=SGLANG_SCALES,
-        classes=SGLANG_CLASSES_0_5_21, held_twice=SGLANG_TWICE,
+        hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, passed_over=SGLANG_PASSES_OVER,
+        multiples=NVFP4_256, scale_dtypes=SGLANG_SCALES, classes=SGLANG_CLASSES_0_5_21, held_twice=SGLANG_TWICE,
         slots="models/deepseek_v4.py:4864-4890, layers/moe/fused_moe_triton/layer.py:1043-1110",
     ),
     Target(

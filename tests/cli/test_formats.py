@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fse_convert.plan.advice import REQUANTISED
 from fse_convert.testing.patch import poke
 
 Run = Callable[..., tuple[int, str, str]]
@@ -23,6 +24,12 @@ def inspected(run: Run, folder: Path, *options: str) -> Any:
     code, out, _ = run("inspect", folder, "--json", *options)
     assert code == 0
     return json.loads(out)
+
+
+def notes(report: Any, target: str) -> set[str]:
+    """The codes of what is to be known of a target's answer."""
+    (answer,) = [answer for answer in report["targets"] if answer["target"] == target]
+    return {note["code"] for note in answer["notes"]}
 
 
 def outcomes(report: Any, target: str) -> dict[str, str]:
@@ -46,15 +53,65 @@ def test_every_command_that_is_offered_does_what_is_said_of_it(
         assert grown == offer["bytes"]
         for target in offer["targets"]:
             verdicts = outcomes(after, target)
+            assert not notes(after, target) & REQUANTISED
             drafter = {layer["name"] for layer in after["layers"] if layer["kind"] == "mtp"}
             assert {verdict for layer, verdict in verdicts.items() if layer not in drafter} == {"fused"}
-            assert outcomes(before, target) != verdicts
+            assert outcomes(before, target) != verdicts or notes(before, target) & REQUANTISED
             of_drafter = {verdicts[layer] for layer in drafter}
             assert of_drafter <= ({"unsafe"} if "fails" in offer["drafter"] else {"fused", "unfused"})
         assert run("verify", out, "--source", root)[0] == 0
         assert run("restore", out, back)[0] == 0
         assert digest(back) == digest(root)
-    assert bool(before["offers"]) == (kind != "v4.1-flash")
+    assert before["offers"]
+
+
+def test_what_one_way_of_starting_a_server_reads_rightly_is_offered_and_served_so(made: Make, tmp_path: Path, run: Run) -> None:
+    root, out = made("v4.1-flash"), tmp_path / "out"
+    (offer,) = inspected(run, root)["offers"]
+    assert offer["targets"] == ["sglang-0.5.21-slots", "sglang-0.5.22-slots", "sglang-0.5.23-slots"]
+    code, _, err = run(root, out, *shlex.split(offer["command"])[3:])
+    assert code == 0
+    flags = "--enforce-shared-experts-fusion --moe-a2a-backend none"
+    assert f"  python -m sglang.launch_server --model-path {out} --tp 8 {flags}\n" in err
+    assert "note[sglang-block-32]" in err
+    code, text, err = run("inspect", out, "--require", "sglang-0.5.23-slots")
+    assert code == 0
+    assert f"  python -m sglang.launch_server --model-path {out} --tp 8 {flags}\n" in err
+    assert "AMD AITER: no known release fuses this checkpoint as is. vLLM ROCm >= 0.30 would fail" in text
+    assert f"--tp 8 {flags}\n" in run("card", out)[1]
+
+
+def test_what_v4_pro_lacks_for_the_heterogeneous_kernel_is_offered_and_nothing_to_other_sizes(made: Make, run: Run) -> None:
+    root = made("v4-pro", layers=1, experts=384, hidden=7168, width=3072, sparse=True)  # without expert_dtype, as published
+    offers = [o for o in inspected(run, root)["offers"] if "vllm-0.33-aiter-fhmoe" in o["targets"]]
+    assert [(o["does"], o["bytes"]) for o in offers] == [(["writes expert_dtype fp4 in the place where servers read it"], 0)]
+    code, text, _ = run(root, "out", *shlex.split(offers[0]["command"])[3:], "--dry-run", "--json")
+    assert code == 0
+    assert {layer["kind"]: layer["verdict"] for layer in json.loads(text)["layers"]} == {"decoder": "fused", "mtp": "unfused"}
+    text = run("inspect", made("v4-flash", width=256))[1]
+    sentence = "No change of format is known to give this checkpoint the kernel of vLLM ROCm >= 0.30 (fhmoe): n_routed_experts"
+    assert sentence in " ".join(text.split())
+
+
+@pytest.mark.parametrize("options", [("--routed", "fp8"), ("--shared", "mxfp4", "--lossy")])
+def test_the_gate_of_amd_passes_what_is_served_without_the_drafter(
+    options: tuple[str, ...], made: Make, tmp_path: Path, run: Run
+) -> None:
+    root, out, gate = made("v4-flash", width=256), tmp_path / "out", ("--require", "vllm-0.33-aiter")
+    assert run(root, out, *options, "-q")[0] == 0
+    code, text, _ = run("inspect", out, *gate)
+    assert code == 1
+    assert "Only the drafter's layers do not in vllm-0.33-aiter: --without-drafter leaves them out." in " ".join(text.split())
+    code, text, err = run("inspect", out, *gate, "--without-drafter")
+    assert code == 0
+    assert "Passed: every layer fuses in vllm-0.33-aiter." in text
+    assert "note[drafter-left-out]" in text
+    assert "mtp.0" not in text
+    assert "  VLLM_ROCM_USE_AITER=1 " in err
+    code, text, _ = run("inspect", root, *gate, "--without-drafter")
+    assert code == 1, "its decoder layers do not fuse"
+    assert "Only the drafter" not in text
+    assert "note[drafter-left-out]" not in run("inspect", made("bf16", mtp=0), "--without-drafter")[1]
 
 
 def test_a_loss_is_permitted_by_name_only(made: Make, tmp_path: Path, run: Run) -> None:
@@ -122,9 +179,23 @@ def test_defects_are_mended_for_no_server_in_particular(made: Make, tmp_path: Pa
     assert run("verify", out, "--source", root)[0] == 0
     assert run("restore", out, tmp_path / "back")[0] == 0
     assert digest(tmp_path / "back") == digest(root)
+    mended = "- A defect of `config.json` or of labels was mended, no value of the model changed (`heal-fp8-scales`, lossless)."
+    assert mended in run("card", out)[1]
     code, _, err = run(made("v4-flash", width=256), tmp_path / "none", "--heal")
     assert code == 3
     assert "error[nothing-to-heal]" in err
+
+
+@pytest.mark.parametrize("options", [("--routed", "fp8"), ("--target", "vllm-0.33-aiter")])
+def test_a_change_of_format_at_a_size_that_needs_padding_names_one_that_does_not(
+    options: tuple[str, ...], made: Make, tmp_path: Path, run: Run
+) -> None:
+    root, out = made("v4-flash", width=384), tmp_path / "out"
+    code, _, err = run(root, out, *options, "--tp", "12")
+    assert code == 3
+    assert "error[changes-combined]" in err
+    assert "--tp 3 needs no padding" in err
+    assert run(root, out, *options, "--tp", "3", "--dry-run")[0] == 0
 
 
 def test_two_recodings_exclude_each_other(made: Make, tmp_path: Path, run: Run) -> None:
@@ -150,6 +221,15 @@ def test_a_nan_in_a_copied_expert_is_the_source_s_damage(name: str, source: Make
     assert not (tmp_path / "out").exists()
 
 
+def test_an_expert_that_overflows_in_servers_is_no_mismatch(source: Make, tmp_path: Path, run: Run) -> None:
+    root, out = source("v4-flash", width=256, layers=1), tmp_path / "out"
+    poke(root, "layers.0.ffn.shared_experts.w1.scale", 0, b"\xfe" * 4)
+    code, text, _ = run(root, out, "--routed", "fp8")
+    assert code == 0
+    assert "  note: layers.0.ffn.shared_experts: the kernel's bytes and the source's compute the same bits; it overflows or" in text
+    assert run("verify", out, "--source", root, "--json")[0] == 0
+
+
 @pytest.mark.parametrize("byte", [0, 255])
 def test_scales_that_f32_cannot_hold_are_told_by_a_dry_run(byte: int, source: Make, tmp_path: Path, run: Run) -> None:
     root = source("v4-flash", width=256)
@@ -168,6 +248,7 @@ def test_a_card_says_what_was_changed(options: tuple[str, ...], made: Make, tmp_
     code, text, _ = run("card", out)
     assert code == 0
     assert ("measured, not bit-equal" in text) == ("--lossy" in options)
+    assert ("(`shared-mxfp4`, lossy: relative L2 of a matrix at most 0.1" in text) == ("--lossy" in options)
     assert ("fse-convert restore" in text) == ("--drop-originals" not in options)
 
 

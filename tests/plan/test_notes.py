@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fse_convert.testing.patch import edit_config, poke
+
 Made = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 
@@ -65,11 +67,58 @@ def test_a_drafter_that_does_not_fuse_is_told(options: list[str], code: str, mad
 
 def test_a_change_by_name_is_judged_by_all_servers(made: Made, tmp_path: Path, run: Run) -> None:
     found = codes(run, made("v4.1-flash", layers=1), tmp_path / "out", "--routed", "fp8")
-    assert "SGLang >= 0.5.21 would fail to load it" in found["output-served"]
-    assert "serve on CUDA with --moe-a2a-backend none" in found["output-served"]
+    assert "SGLang >= 0.5.21 fuse this checkpoint as is" in found["output-served"]
+    assert "with DeepEP, Mooncake or NIXL: wrong values." in found["output-served"]
     code, text, _ = run(made("v4.1-flash", layers=1), tmp_path / "out", "--routed", "fp8", "--dry-run", "--json")
     assert code == 0
     assert {reason["code"] for layer in json.loads(text)["layers"] for reason in layer["reasons"]} == {"not-judged"}
+
+
+def test_notes_are_the_same_in_every_form(made: Made, tmp_path: Path, run: Run) -> None:
+    command = (made("v4-flash", layers=1, width=256), tmp_path / "out", "--routed", "fp8")
+    code, text, err = run(*command, "--dry-run")
+    assert code == 0
+    told = [line[5 : line.index("]")] for line in err.splitlines() if line.startswith("note[")]
+    for options in (["--dry-run"], []):
+        code, text, err = run(*command, "--json", *options)
+        assert (code, "note[" in err) == (0, False)
+        assert [note["code"] for note in json.loads(text)["notes"]] == told
+    assert {"fp8-fits", "output-served"} <= set(told)
+
+
+def test_a_scale_that_another_format_cannot_hold_is_an_error_in_json_too(source: Made, tmp_path: Path, run: Run) -> None:
+    root = source("v4-flash", layers=1, width=256)
+    poke(root, "layers.0.ffn.shared_experts.w1.scale", 1, b"\0")
+    code, text, _ = run(root, tmp_path / "out", "--routed", "fp8", "--dry-run", "--json")
+    assert (code, [e["code"] for e in json.loads(text)["problems"]]) == (3, ["scale-range"])
+
+
+def test_a_conflict_that_the_plan_mends_is_not_told_of_it(source: Made, tmp_path: Path, run: Run) -> None:
+    root = source("v4-flash-base", layers=1)
+    edit_config(root, lambda config: config.update(expert_dtype="fp4"))
+    conflicts = {c["code"] for c in json.loads(run("inspect", root, "--json")[1])["conflicts"]}
+    assert conflicts
+    assert not conflicts & codes(run, root, tmp_path / "out", "--heal").keys()
+    assert not codes(run, root, tmp_path / "out", "--target", "megamoe-128").keys() & {*conflicts, "nothing-to-pad"}
+    text = run(root, tmp_path / "out", "--target", "megamoe-128", "--dry-run")[1]
+    assert "nothing to pad; writes expert_dtype fp8 in the place where servers read it (lossless); 2 of 2 layers fit" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "unused"),
+    [
+        (["--routed", "fp8", "--lossy"], ["--lossy"]),
+        (["--routed", "fp8", "--drop-originals"], []),
+        (["--shared", "mxfp4", "--lossy", "--drop-originals"], []),
+        (["--target", "megamoe-128", "--lossy", "--drop-originals"], ["--lossy", "--drop-originals"]),
+    ],
+)
+def test_permissions_that_nothing_uses_are_noted(
+    options: list[str], unused: list[str], made: Made, tmp_path: Path, run: Run
+) -> None:
+    code, text, _ = run(made("v4-flash", layers=1, width=256), tmp_path / "out", "--dry-run", "--json", *options)
+    assert code == 0
+    assert [note["where"] for note in json.loads(text)["notes"] if note["code"] == "option-unused"] == unused
 
 
 def test_requantisation_at_load_is_told_by_a_conversion_too(made: Made, tmp_path: Path, run: Run) -> None:

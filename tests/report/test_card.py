@@ -88,7 +88,11 @@ def test_formats_that_changed_for_a_server_without_a_kernel_layout(output: Make,
     code, section, err = run("card", out)
     assert (code, err) == (0, "")
     assert "rewrote it offline for `vllm-0.33-aiter`." in section
-    assert "- Format change `routed-fp8`, lossless.\n- Format change `shared-mxfp4`, which loses precision." in section
+    exact = (
+        "- Routed experts are stored as FP8 blocks with F32 scales instead of MXFP4, every value exact (`routed-fp8`, lossless).\n"
+    )
+    lossy = "- Shared experts are stored as MXFP4, which rounds their values (`shared-mxfp4`, lossy: the error was not measured).\n"
+    assert exact + lossy in section
     assert "kernel's layout" not in section
     assert "\n$ VLLM_ROCM_USE_AITER=1 " in section
 

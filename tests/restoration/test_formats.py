@@ -19,7 +19,7 @@ from fse_convert.progress import Event
 from fse_convert.restoration import formats
 from fse_convert.restoration.run import Restoration
 from fse_convert.sidecar.manifest import read_manifest
-from fse_convert.testing.patch import ShardPatch, edit_manifest, find, flip, poke, retype
+from fse_convert.testing.patch import ShardPatch, edit_manifest, find, flip, poke, read_shard, retype, write_shard
 from tests.plan.changes.models import AITER, SMALL
 from tests.plan.changes.recipes import RECIPES, Recipe, retyped
 
@@ -180,6 +180,20 @@ def swapped(text: str) -> str:
     return text.replace(NORM, "x").replace(SHARED, NORM).replace('"x"', f'"{SHARED}"')
 
 
+def with_names_swapped(name: str, one: str, other: str) -> Callable[[Path], object]:
+    """Damage to a shard's header: two tensors of an expert that are stored alike have each other's names, and new digests."""
+
+    def damage(out: Path) -> None:
+        prefix = f"{'original.' * name.startswith('fse/')}layers.1.ffn.experts.0"
+        names = {f"{prefix}{one}": f"{prefix}{other}", f"{prefix}{other}": f"{prefix}{one}"}
+        entries, payload = read_shard(out / name)
+        write_shard(out / name, {names.get(key, key): entry for key, entry in entries.items()}, payload)
+        digests = {new: read_manifest(LocalFolder(out)).tensors[old] for old, new in names.items()}  # type: ignore[index]
+        edit_manifest(out, lambda manifest: manifest["tensors"].update(digests))
+
+    return damage
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "a weight": (lambda out: flip(out, 5, f"{EXPERT}.weight"), 1, "tensor-damaged"),
     "F32 scales of routed experts": (lambda out: flip(out, 3, f"{EXPERT}.scale"), 1, "tensor-damaged"),
@@ -209,7 +223,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "a header of nothing": (header(lambda text: "{}"), 1, "manifest-damaged"),
     "another size": (header(str, size=10), 1, "manifest-damaged"),
     "a header with another dtype": (header(lambda text: text.replace("F8_E8M0", "F8_E5M2")), 1, "tensor-missing"),
-    "a header with other names": (header(swapped), 1, "tensor-missing"),
+    "a header with other names": (header(swapped), 1, "tensor-order"),
+    "the names of two weights, digests made again": (with_names_swapped(SHARD, ".w1.weight", ".w3.weight"), 1, "tensor-order"),
+    "those of two originals": (with_names_swapped(ORIGINALS, ".w1.scale", ".w3.scale"), 1, "tensor-order"),
     "names that lead nowhere": (manifest(lambda m: m.update(renamed={NORM: "nowhere"})), 1, "tensor-missing"),
 }
 

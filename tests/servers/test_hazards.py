@@ -159,16 +159,6 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
     ("MXFP4 under native names by Quark", quark("mxfp4", routed="mxfp4"), "slot-scale-lost", {}),
     ("native MXFP4 in both, too wide for a slot", replace(NATIVE_FP4, shared_width=512), "slot-scale-lost", {}),
     (
-        "V4.1's FP8 blocks",
-        Model(
-            routed="fp8-32",
-            config={**V41, "expert_dtype": "fp8", "quantization_config": {**FP8, "weight_block_size": [32, 32]}},
-        ),
-        "sglang-block-32",
-        dict.fromkeys(SLOTS[1:], "xxx"),
-    ),
-    ("V4's FP8 blocks", fp8("fp8-128"), "sglang-block-32", {}),
-    (
         "Quark keys that are regular expressions",
         quark("mxfp4-u8", "fp8-128-quark", layer_quant_config=REGULAR),
         "quark-modules-misread",
@@ -258,6 +248,20 @@ def test_sglang_puts_bf16_into_mxfp4_slots_of_glm() -> None:
     excluded = {**QUARK, "exclude": ["re:.*shared_experts.*"]}
     assert unsafe(glm("bf16", excluded), "slot-unchecked") == dict.fromkeys(SLOTS, "x")
     assert unsafe(glm("mxfp4-u8", QUARK), "slot-unchecked") == {}
+
+
+def test_blocks_that_some_kernels_of_sglang_misread_are_a_condition_of_its_row() -> None:
+    small = {**V41, "expert_dtype": "fp8", "quantization_config": {**FP8, "weight_block_size": [32, 32]}}
+    for model, types, narrow in (
+        (Model(routed="fp8-32", config=small), SLOTS[1:], True),
+        (fp8("fp8-128-f32-scale"), SLOTS, False),
+    ):
+        found = answers(model.subject())
+        for name in types:
+            assert found[name].fused
+            assert ("--moe-a2a-backend none, CUDA" in found[name].started_with) == narrow
+            assert [n.code for n in found[name].notes] == ["sglang-block-32"] * narrow
+        assert found["atom"].started_with == "ROCm; ATOM_FUSE_SHARED_EXPERT not 0"
 
 
 def test_a_server_that_refuses_still_says_what_would_go_wrong() -> None:

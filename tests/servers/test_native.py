@@ -87,7 +87,7 @@ def test_v41s_keys_are_found_where_v41_writes_them() -> None:
     [
         ({"routed": "nvfp4"}, "refused: routed-format", "unfused: shared-format"),
         ({"routed": "bf16"}, "refused: routed-format", "refused: routed-format"),
-        ({"routed": "fp8-128"}, "refused: routed-format", "refused: routed-format"),
+        ({"routed": "fp8-128"}, "refused: routed-format", "unfused: format-passed-over"),
         ({"shared": "bf16"}, "unfused: shared-format", "unfused: shared-format"),
         ({"shared": "mxfp4"}, "unfused: shared-format", "unfused: shared-format"),
         ({"shared": "fp8-tensor"}, "unfused: shared-format", "unfused: shared-format"),

@@ -244,7 +244,7 @@ def test_zero_weights_and_zero_inputs_pass(make_source, make_kernel):
 
 def test_what_is_not_finite_is_reported(make_source, make_kernel):
     source = make_source(256, 128)
-    for name, value in (("gate", 0x7F), ("down_scale", 0xFF), ("up_scale", 0xFE)):  # the last overflows FP32
+    for name, value in (("gate", 0x7F), ("down_scale", 0xFF)):
         tensor = getattr(source, name).clone()
         tensor[0] = value
         spoiled = dataclasses.replace(source, **{name: tensor})
@@ -252,6 +252,17 @@ def test_what_is_not_finite_is_reported(make_source, make_kernel):
         assert not result.passed
         assert not result.finite
     assert "not finite" in dataclasses.replace(result, differences=()).reason
+
+
+@pytest.mark.parametrize(("name", "byte"), [("up_scale", 0xFE), ("gate_scale", 0xFE), ("down_scale", 0xFE), ("up_scale", 1)])
+def test_what_fp32_cannot_hold_is_not_called_a_mismatch(name, byte, make_source, make_kernel):
+    source = make_source(256, 128)
+    source = dataclasses.replace(source, **{name: torch.full_like(getattr(source, name), byte)})
+    result = check_numerics(make_kernel(source, 128), source, tokens=2)
+    assert (result.passed, result.in_range, result.differences) == (True, False, ())
+    assert "overflows or vanishes in FP32 or BF16, from the source's bytes as from the output's" in result.reason
+    damaged = dataclasses.replace(source, gate=source.gate ^ 1)
+    assert not check_numerics(make_kernel(damaged, 128), source, tokens=2).passed
 
 
 def test_relative_l2():

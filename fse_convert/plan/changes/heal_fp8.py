@@ -30,11 +30,16 @@ def ignored(subject: Subject) -> FormatChange | None:
 
 
 def expert_dtype(subject: Subject) -> FormatChange | None:
-    """Write ``expert_dtype`` where it is read, for FP8 experts of DeepSeek-V4 and V4.1: without it vLLM builds them as MXFP4."""
-    if not _has_fp8_experts(subject):
-        return None
-    edits = expert_dtype_edits(subject.config, subject.description.model_type, "fp8")
-    does = "writes expert_dtype for the FP8 experts in the place where servers read it"
+    """Write ``expert_dtype`` of DeepSeek-V4 and V4.1 where it is read.
+
+    Without it vLLM builds MXFP4 experts, which is wrong for FP8 ones, and does not take its heterogeneous kernel for MXFP4 ones
+    (`fse_convert.servers.aiter.heterogeneous`).
+    """
+    stored = "fp8" if _has_fp8_experts(subject) else "fp4" if _is_native(subject, StorageKind.MXFP4) else ""
+    edits = expert_dtype_edits(subject.config, subject.description.model_type, stored) if stored else ()
+    if stored == "fp4" and all(edit.value != stored for edit in edits):
+        return None  # it stands where servers read it, and elsewhere too
+    does = f"writes expert_dtype {stored} in the place where servers read it"
     return FormatChange(name="heal-expert-dtype", does=does, config=edits) if edits else None
 
 
@@ -54,8 +59,11 @@ def scales(subject: Subject) -> FormatChange | None:
 
 
 def _has_fp8_experts(subject: Subject) -> bool:
-    """Tell whether DeepSeek-V4 or V4.1 in its own FP8 has all routed experts in FP8 blocks."""
-    layers = subject.description.layers
+    dtypes = {d.routed.gate.scale_dtype for d in subject.description.layers if d.routed}
+    return _is_native(subject, StorageKind.FP8_BLOCK) and dtypes <= {"F32", *E8M0_DTYPES}
+
+
+def _is_native(subject: Subject, kind: StorageKind) -> bool:
+    """Tell whether this is DeepSeek-V4 or V4.1 in its own FP8, all routed experts stored in one format."""
     native = subject.description.model_type in EXPERT_DTYPE and subject.quantization.method in FP8_METHODS
-    dtypes = {d.routed.gate.scale_dtype for d in layers if d.routed}
-    return native and stored_alike(layers, StorageKind.FP8_BLOCK) and dtypes <= {"F32", *E8M0_DTYPES}
+    return native and stored_alike(subject.description.layers, kind)

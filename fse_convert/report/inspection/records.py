@@ -20,7 +20,7 @@ from fse_convert.servers.verdict import Outcome
 
 
 class InspectionRecord(Response, kw_only=True):
-    """What ``inspect`` prints."""
+    """What ``inspect`` prints. ``mends``: what the command ``heal`` would do."""
 
     exit_code: int
     checkpoint: CheckpointRecord
@@ -35,6 +35,8 @@ class InspectionRecord(Response, kw_only=True):
     costs: CostsRecord | None
     advice: AdviceRecord
     offers: list[OfferRecord]
+    mends: Sequence[str]
+    heal: str | None
     ranks: RanksRecord | None
     problems: Sequence[Problem]
     unsupported: Sequence[Problem]
@@ -200,6 +202,8 @@ def inspection_record(view: View) -> InspectionRecord:
         advice=AdviceRecord(sentences=found.advice.sentences, command=found.advice.command or None),
         ranks=found.ranks and fill(RanksRecord, found.ranks, slices=[fill(SliceRecord, s) for s in found.ranks.slices]),
         offers=[fill(OfferRecord, offer, targets=[t.name for t in offer.targets]) for offer in found.offers.offers],
+        mends=found.offers.mends,
+        heal=found.offers.heal if found.offers.mends else None,
     )
 
 

@@ -17,7 +17,7 @@ from fse_convert.report.console import counted, gathered, runs, span
 from fse_convert.report.inspection.costs import advised_cost, cost_rows, cost_words
 from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import Answer, Question
-from fse_convert.servers.targets import CONTRACT, TARGETS
+from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 
 
@@ -71,6 +71,12 @@ class Row:
     def fused(self) -> bool:
         """True where every layer fuses, and the model as a whole."""
         return self.outcome is Outcome.FUSED
+
+    @property
+    def decoder_fused(self) -> bool:
+        """True where there are layers of a drafter, and all others fuse; the server may still refuse the model as a whole."""
+        starts = self.outcome in (Outcome.UNFUSED, Outcome.UNSAFE)
+        return starts and len(self.cells) == len(LayerKind) and all(outcome is Outcome.FUSED for outcome, _ in self.cells[0])
 
     @property
     def strip(self) -> str:
@@ -153,7 +159,11 @@ class View:
         if self.found.problems:
             return "Broken, see the errors; what follows rests on what could be read."
         if failing:
-            return f"Failed: not every layer fuses safely in {', '.join(failing)}."
+            drafter = [row.label for row in self.required if not row.fused and row.decoder_fused]
+            rest = (
+                f" Only the drafter's layers do not in {', '.join(drafter)}: --without-drafter leaves them out." if drafter else ""
+            )
+            return f"Failed: not every layer fuses safely in {', '.join(failing)}.{rest}"
         if self.required:
             return f"Passed: every layer fuses in {', '.join(row.label for row in self.required)}."
         if not self.found.description.layers and self.found.answers:
@@ -191,12 +201,12 @@ class View:
     @property
     def next_steps(self) -> list[str]:
         """The command that serves the checkpoint with fusion: by a required server, else by the newest that fuses it."""
-        fused = [a.name for a in self.found.answers if a.fused and a.question is Question.NATIVE]
-        names = [name for name in fused if name in {row.label for row in self.required}] or fused
+        fused = [a for a in self.found.answers if a.fused]
+        required = [a for a in fused if a.name in {row.label for row in self.required}]
         place, model_type = shlex.quote(self.title.removeprefix("hf://")), self.found.description.model_type
-        served = [t for t in TARGETS if t.name in names and serve_command(t, place, model_type, fse=False)]
-        by_engine = {t.engine: serve_command(t, place, model_type, fse=self.found.converted) for t in served}
-        return [] if self.exit_code else list(by_engine.values())
+        served = required or [a for a in fused if a.question is Question.NATIVE]
+        by_engine = {a.engine: serve_command(a, place, model_type, fse=self.found.converted) for a in served}
+        return [] if self.exit_code else [command for command in by_engine.values() if command]
 
     def _complaints(self, required: Sequence[Answer]) -> Iterator[Complaint]:
         yield from (Complaint(error=True, said="", problem=p) for p in self.found.problems)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fse_convert.plan.changes.apply import with_changes
-from fse_convert.plan.changes.change import FormatChange, changed_config
+from fse_convert.plan.changes.change import ConfigChange, FormatChange, changed_config
 from fse_convert.plan.changes.heal import heals
 from fse_convert.plan.changes.shared_mxfp4 import shared_mxfp4
 from fse_convert.plan.source import Source
@@ -58,11 +58,19 @@ def only(source: Source, name: str) -> FormatChange:
 
 
 @pytest.mark.parametrize(
-    "kind", ["v4-flash", "v4-pro", "v4.1-flash", "v4-flash-base", "v3", "nvfp4", "bf16", "quark-mxfp4", "kimi-k2-quark",
-             "glm-4.5-quark", "qwen3.5-quark"]
+    "kind", ["v4-flash", "v4.1-flash", "v4-flash-base", "v3", "nvfp4", "bf16", "quark-mxfp4", "kimi-k2-quark", "glm-4.5-quark",
+             "qwen3.5-quark"]
 )  # fmt: skip
 def test_published_checkpoints_need_no_mend(kind: str, small: Make) -> None:
     assert heals(small(kind).subject) == ()
+
+
+def test_v4_pro_as_first_published_lacks_what_the_heterogeneous_kernel_asks_for(small: Make) -> None:
+    assert only(small("v4-pro"), "heal-expert-dtype").config == (ConfigChange(("expert_dtype",), "fp4"),)
+
+
+def test_mxfp4_experts_of_v41_may_be_told_of_in_several_places(small: Make) -> None:
+    assert heals(small("v4.1-flash", lambda root: edit_config(root, expert_dtype_everywhere)).subject) == ()
 
 
 def test_entries_of_shared_experts_go_and_all_others_stay_in_their_order(small: Make) -> None:
