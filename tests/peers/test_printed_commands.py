@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ class Row:
     seconds: float
     bytes: tuple[int, int]
     left: tuple[str, ...]
-    folders: tuple[Path, Path]
+    sources: tuple[Source, Source]
     judged: bool
     before: str = ""
     after: str = ""
@@ -98,7 +99,7 @@ def follow(source: str, command: str, folder: Path, run: Run, digest: Digest, *,
     seconds = time.monotonic() - started
     manifest = json.loads((out / "fse" / "manifest.json").read_text())
     after = json.loads(run("inspect", out, "--json")[1])
-    return Row(
+    row = Row(
         source=source,
         command=command,
         changes=tuple(change["name"] for change in manifest.get("changes", [])),
@@ -107,9 +108,11 @@ def follow(source: str, command: str, folder: Path, run: Run, digest: Digest, *,
         seconds=seconds,
         bytes=(sum(p.stat().st_size for p in Path(place).glob("*.safetensors")), after["checkpoint"]["bytes"]),
         left=tuple(after["mends"]),
-        folders=(Path(place), out),
+        sources=(described(Path(place)), described(out)),
         judged=judged,
     )
+    shutil.rmtree(folder)
+    return row
 
 
 def described(folder: Path) -> Source:
@@ -123,8 +126,8 @@ def judge(rows: Sequence[Row], python: Path) -> list[Row]:
         (f"{number} {when}", case)
         for number, row in enumerate(rows)
         if row.judged
-        for when, folder in zip(("before", "after"), row.folders, strict=True)
-        for case, _, _ in cases(f"{number} {when}", described(folder), NEWEST)
+        for when, source in zip(("before", "after"), row.sources, strict=True)
+        for case, _, _ in cases(f"{number} {when}", source, NEWEST)
     ]
     answers = {found["id"]: answer(found) for found in ask_vllm({"cases": [case for _, case in asked]}, python)["answers"]}
     letters = {key: "".join(answers[case["id"]] for other, case in asked if other == key) for key, _ in asked}
