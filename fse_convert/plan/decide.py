@@ -10,8 +10,8 @@ from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem, folde
 from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import conversion_command
 from fse_convert.plan.changes.search import FITS, Candidates, Changes, choose, misfit
+from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import Decision, Experts, LayerVerdict, Options
 from fse_convert.plan.source import Source
@@ -114,8 +114,9 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
         if misfit(with_loss) <= FITS:
             does = " and ".join(change.does for change in with_loss.changes)
             message = f"{title} fuses this checkpoint only after a change that loses precision: {does}"
-            place = candidates.source.checkpoint.folder.label
-            return [Problem("lossy", message, "--target", f"{conversion_command(place, title, '--lossy')} permits it")]
+            source = candidates.source
+            command = conversion_command(source.subject, source.checkpoint.folder.label, lossy)
+            return [Problem("lossy", message, "--target", f"{command} permits it")]
     reasons = [Problem(r.code, r.message, hint=r.hint) for r in decision.server.reasons]
     unfit = [change for change in candidates.recodings() if isinstance(change, Problem)]
     message = f"no change of format that is known makes {title} fuse this checkpoint"

@@ -36,7 +36,7 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
         contract=_contract(contract) if contract else None,
         layout=record.Layout(name=LAYOUT, version=LAYOUT_VERSION, mma_types=list(MMA_TYPES)) if contract else None,
         model=record.Model(
-            family=description.family.name if description.family else "",
+            family=description.family_name,
             model_type=description.model_type,
             n_shared_experts=decision.n_shared,
             width=record.ExpertWidths(source=decision.source_width, main=decision.main_width, kernel=decision.width),

@@ -8,6 +8,7 @@ from fse_convert.errors import Problem, size
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import TOPICS, releases, said_of
 from fse_convert.plan.changes.search import misfit
+from fse_convert.plan.commands import inspection_command
 from fse_convert.plan.costs import Serving, padding, uneven
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
@@ -106,7 +107,9 @@ def refusal(plan: Plan) -> Problem | None:
     verb = {Outcome.UNKNOWN: "is not known to run", Outcome.UNSAFE: "fails, or computes wrong numbers, when it runs"}
     does = verb.get(decision.server.outcome, "refuses to run")
     message = f"{target.title} {does} MegaMoE on the output's standard layout: {reasons}"
-    hint = f"--allow-unfused converts anyway; fse-convert inspect {plan.source.checkpoint.folder.label} says which servers fuse it"
+    checkpoint = plan.source.checkpoint
+    command = inspection_command(checkpoint.folder.label, checkpoint.config, plan.source.description.family_name)
+    hint = f"--allow-unfused converts anyway; {command} says which servers fuse it"
     return Problem("server-refuses", message, hint=hint)
 
 

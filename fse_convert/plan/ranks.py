@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fse_convert.errors import InvalidCheckpoint, NotConvertible, size
 from fse_convert.plan.advice import Plans
+from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.costs import padding
 from fse_convert.plan.plan import Options
 from fse_convert.plan.widths import stored_widths
@@ -64,12 +64,13 @@ def ranks(checkpoint: Subject, plans: Plans, tp: int, place: str) -> Ranks | Non
     except (InvalidCheckpoint, NotConvertible):
         return None
     needed = smallest_width(checkpoint, width, n_shared, tp)
-    pads = needed != width and plans(Options(None, tp=tp))
+    options = Options(None, tp=tp)
+    pads = needed != width and plans(options)
     return Ranks(
         tp=tp,
         slices=tuple(s for engine in ENGINES for s in slices(checkpoint, engine, tp)),
         width=width,
         needed=needed,
         bytes=padding(description, needed).disk,
-        command=f"fse-convert {shlex.quote(place)} OUT --tp {tp}" if pads else "",
+        command=conversion_command(checkpoint, place, options) if pads else "",
     )

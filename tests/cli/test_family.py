@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,3 +55,31 @@ def test_inspect_describes_it(newcomer: Path, run: Run) -> None:
 def test_a_family_that_is_not_known_is_a_wrong_option(newcomer: Path, run: Run) -> None:
     code, _, err = run("inspect", newcomer, "--family", "Oldtimer")
     assert (code, "Oldtimer" in err) == (2, True)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The program's own commands in a text, as words."""
+    return [shlex.split(line.strip()) for line in text.splitlines() if line.strip().startswith("fse-convert ")]
+
+
+def test_what_inspect_advises_of_it_works_as_printed(
+    newcomer: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = commands(run("inspect", newcomer, *AS_V4, "--tp", 8)[1])
+    assert found
+    for program, *words in found:
+        assert (program, words[-2:]) == ("fse-convert", list(AS_V4))
+        assert run(*words)[0] == 0
+
+
+def test_next_steps_of_it_work_as_printed(newcomer: Path, tmp_path: Path, run: Run) -> None:
+    out, back = tmp_path / "out", tmp_path / "back"
+    _, _, err = run(newcomer, out, *AS_V4, UNFUSED)
+    inspect, verify = commands(err.partition("next:")[2])
+    _, _, err = run("restore", out, back)
+    for program, *words in (inspect, verify, *commands(err)):
+        assert program == "fse-convert"
+        code, text, _ = run(*words)
+        assert (code, "unknown family" in text) == (0, False)
+    assert inspect[-2:] == list(AS_V4)
