@@ -88,6 +88,8 @@ MODELS = (
         "hunyuan_v1_moe", {"intermediate_size": 320, MOE: [320] * 3, "head_dim": 128}, {MOE: 1, "intermediate_size": 1}, name="list"
     ),
     Model("hy_v3", {"expert_hidden_dim": 320}, {MOE: 1, "expert_hidden_dim": 1}),
+    Model("sarvam_moe"),
+    Model("sarvam_mla"),
     Model("bailing_hybrid", {TOTAL: 320, **FULL}, {MOE: 1, TOTAL: 1}),
     Model("nemotron_h", {TOTAL: 640}, {MOE: 1, TOTAL: 2}),
     Model("exaone_moe"),
@@ -104,6 +106,8 @@ MODELS = (
     routed_only("minimax", EITHER),
     routed_only("minimax_m2", EITHER),
     routed_only("qwen3_moe"),
+    routed_only("mimo_v2_flash"),
+    routed_only("beam", mlp_layer_types=TYPES),
     routed_only("olmoe", EITHER),
     routed_only("flex_olmo", EITHER),
     routed_only("mellum"),

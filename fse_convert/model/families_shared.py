@@ -36,9 +36,9 @@ DEEPSEEK_V4 = Family(
 
 DEEPSEEK_V3 = Family(
     name="DeepSeek-V3",
-    model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32"),
+    model_types=("deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
     source="vLLM 0.33 model_executor/models/deepseek_v2.py:362-380, models/deepseek_v32;"
-    " SGLang 0.5.23 models/deepseek_v2.py:758, 870",
+    " SGLang 0.5.23 models/deepseek_v2.py:758, 870, deepseek.py:136-160",
 )
 
 QWEN3_NEXT = Family(
@@ -74,10 +74,19 @@ SHARED: tuple[Family, ...] = (
         widths=(MOE,),
     ),
     DEEPSEEK_V3,
+    replace(
+        DEEPSEEK_V3,
+        name="DeepSeek-VL2",
+        model_types=("deepseek_vl_v2", "deepseek_ocr2", "unlimited-ocr", "unlimited_ocr"),
+        source="vLLM 0.33 model_executor/models/deepseek_vl2.py:349, deepseek_ocr.py:366;"
+        " SGLang 0.5.23 configs/deepseekvl2.py:675, deepseek_ocr.py:928; transformers 5.24 unlimited_ocr, deepseek_ocr2",
+        layers=r"(?:language\.)?model\.(?:language_model\.)?layers",
+        mtp_key=None,
+    ),
     Family(
         name="Kimi-K2",
-        model_types=("kimi_k2", "kimi_k25"),
-        source="vLLM 0.33 model_executor/models/kimi_k25.py (DeepSeek-V3 layout)",
+        model_types=("kimi_k2", "kimi_k25", "kimi_vl"),
+        source="vLLM 0.33 model_executor/models/kimi_k25.py, kimi_vl.py (DeepSeek-V3 layout)",
     ),
     Family(
         name="GLM-4-MoE",
@@ -230,8 +239,11 @@ SHARED: tuple[Family, ...] = (
         LING,
         name="Sarvam",
         model_types=("sarvam_moe", "sarvam_mla"),
-        source="vLLM 0.33 model_executor/models/sarvam.py:332-355; SGLang 0.5.23 models/sarvam_moe.py:281-307 (reads no own width)",
+        source="vLLM 0.33 model_executor/models/sarvam.py:332-355; SGLang 0.5.23 models/sarvam_moe.py:281-307 (reads no own width);"
+        " transformers 5.24 sarvam_moe, sarvam_mla (other names of the numbers of experts)",
         readings=(Width(MOE.key, Share.ONE_SHARED),),
+        n_routed_keys=("num_experts", "n_routed_experts"),
+        n_shared_keys=("num_shared_experts", "n_shared_experts"),
     ),
     replace(
         LING,
@@ -242,12 +254,12 @@ SHARED: tuple[Family, ...] = (
     ),
     Family(
         name="Nemotron-H",
-        model_types=("nemotron_h",),  # nemotron_h_puzzle has widths of its own per layer
+        model_types=("nemotron_h", "nemotron_h_puzzle", "nemotron_h_omni"),
         source="vLLM 0.33 model_executor/models/nemotron_h.py:150-234, nemotron_h_mtp.py:247;"
         " SGLang 0.5.23 models/nemotron_h.py:258-311;"
         " transformers 5.24 nemotron_h:666, 733",
-        layers=r"backbone\.layers",
-        mtp=r"mtp\.layers",
+        layers=r"(?:language_model\.)?backbone\.layers",
+        mtp=r"(?:language_model\.)?mtp\.layers",
         block="mixer",
         routed_names=UNGATED,
         shared_names=UNGATED,
@@ -365,6 +377,28 @@ SHARED: tuple[Family, ...] = (
         " transformers 5.24 cohere2_moe:109, 179, 353",
         widths=(replace(EITHER, dense=True, dense_key="prefix_dense_intermediate_size"),),
         mtp_key=None,
+    ),
+    replace(
+        QWEN3_NEXT,
+        name="InternS2-Preview",
+        model_types=("intern_s2_preview",),
+        source="vLLM 0.33 model_executor/models/interns2_preview.py (Qwen3.5's modules); SGLang 0.5.23 configs/interns2preview.py",
+        mtp_key="mtp_num_hidden_layers",
+    ),
+    Family(
+        name="Step-3",
+        model_types=("step3_text", "step3_vl"),
+        stacked=True,
+        source="vLLM 0.33 model_executor/models/step3_text.py:72-83, 260, 423-487, transformers_utils/configs/step3_vl.py:57;"
+        " SGLang 0.5.23 models/step3_vl.py:139, 354",
+        block="moe",
+        shared="share_expert",
+        beside=True,
+        widths=(MOE, Width("share_expert_dim", Share.SHARED, assumed="5120 (vLLM 0.33)")),
+        n_routed_keys=("moe_num_experts",),
+        n_shared_keys=(),
+        mtp_key=None,
+        sparse=None,
     ),
     replace(
         NUMBERED,

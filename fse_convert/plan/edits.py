@@ -27,6 +27,9 @@ def config_edits(checkpoint: Checkpoint, description: Description, old: LaunchWi
         return ()
     edits: list[ConfigEdit] = []
     problems: list[Problem] = []
+    if blocks := family.per_layer(config):
+        message = f"{blocks} states the widths of experts layer by layer, where padding does not edit them"
+        problems.append(Problem("config-key", message, "config.json"))
     for width in family.widths:
         was, will = (width.of(w.routed, w.shared, description.n_shared) for w in (old, new))
         stated = list(family.stated(config, width.key))

@@ -37,6 +37,7 @@ class Release:
     n_shared: int = 1
     config: dict[str, Any] = field(default_factory=dict)
     nested: bool = False
+    section: str = "text_config"
     gate: bool = False
     depth: str = "num_hidden_layers"
 
@@ -47,6 +48,7 @@ LING = {"num_experts": EXPERTS, "num_shared_experts": 1, "moe_intermediate_size"
 TOTAL = "moe_shared_expert_intermediate_size"
 BOTH = {"num_experts": EXPERTS, "num_shared_experts": 1, "intermediate_size": WIDTH}
 LOCAL = {"num_local_experts": EXPERTS, "intermediate_size": WIDTH}
+ROUTED = {"num_experts": EXPERTS, "moe_intermediate_size": WIDTH}
 UP = ("", "up_proj", "down_proj")
 V3, V3_MTP = "model.layers.{}.mlp", "model.layers.2.mlp"
 VL = "model.language_model.layers.{}.mlp"
@@ -55,9 +57,13 @@ RELEASES = (
     Release("DeepSeek-V4", "deepseek_v4", "layers.{}.ffn", "mtp.0.ffn", W, shared_names=W, config=COUNT),
     Release("DeepSeek-V4", "deepseek_v41", "layers.{}.ffn", "mtp.0.ffn", W, shared_names=W, config=COUNT, nested=True),
     Release("DeepSeek-V3", "deepseek_v2", V3, config=COUNT | {"n_shared_experts": 2}, n_shared=2, shared_width=2 * WIDTH),
+    Release("DeepSeek-V3", "deepseek", V3, config=COUNT | {"n_shared_experts": 2}, n_shared=2, shared_width=2 * WIDTH),
     Release("DeepSeek-V3", "deepseek_v3", V3, V3_MTP, config=COUNT),
     Release("DeepSeek-V3", "deepseek_v32", V3, V3_MTP, config=COUNT),
+    Release("DeepSeek-VL2", "deepseek_vl_v2", "language.model.layers.{}.mlp", config=COUNT, nested=True, section="language_config"),
+    Release("DeepSeek-VL2", "unlimited-ocr", V3, config=COUNT, nested=True, section="language_config"),
     Release("Kimi-K2", "kimi_k2", V3, config=COUNT),
+    Release("Kimi-K2", "kimi_vl", "language_model.model.layers.{}.mlp", config=COUNT, nested=True),
     Release("Kimi-K2", "kimi_k25", "language_model.model.layers.{}.mlp", config=COUNT, nested=True),
     Release("GLM-4-MoE", "glm4_moe", V3, V3_MTP, config=COUNT),
     Release("GLM-4-MoE", "glm4v_moe", VL, config=COUNT, nested=True),
@@ -106,10 +112,15 @@ RELEASES = (
     Release("Ling-3", "bailing_hybrid", V3, V3_MTP, config=LING | {TOTAL: WIDTH}),
     Release("Ling-3", "bailing_moe_v3_vl", VL, "model.language_model.layers.2.mlp", config=LING, nested=True),
     Release("Sarvam", "sarvam_moe", V3, config=LING),
+    Release("Sarvam", "sarvam_mla", V3, config=COUNT),
     Release("Param2", "param2moe", V3, config=LING | {"num_shared_experts": 2}, n_shared=2, shared_width=2 * WIDTH),
     Release(
         "Nemotron-H", "nemotron_h", "backbone.layers.{}.mixer", "mtp.layers.0.mixer", UP, shared_names=UP, shared_width=2 * WIDTH,
         config=COUNT | {TOTAL: 2 * WIDTH, "hybrid_override_pattern": "EE"},
+    ),
+    Release(
+        "Nemotron-H", "nemotron_h_omni", "language_model.backbone.layers.{}.mixer", routed=UP, shared_names=UP,
+        config=COUNT | {TOTAL: WIDTH, "hybrid_override_pattern": "EE"}, nested=True, section="llm_config",
     ),
     Release("EXAONE-MoE", "exaone_moe", V3, config=LING),
     Release("AFMoE", "afmoe", V3, config=LING | {"num_dense_layers": 0}),
@@ -121,17 +132,25 @@ RELEASES = (
     Release("openPangu", "pangu_ultra_moe", V3, V3_MTP, config=COUNT),
     Release("Mistral 4", "mistral4", VL, config=COUNT, nested=True),
     Release("Mistral Large 4", "mistral_large4", "layers.{}", routed=W, shared_names=W, config=COUNT, nested=True),
+    Release(
+        "InternS2-Preview", "intern_s2_preview", VL, shared="shared_expert", shared_width=64, config=OWN, nested=True, gate=True,
+    ),
     Release("Solar Open", "solar_open", V3, config=COUNT),
     Release("Cohere2-MoE", "cohere2_moe", V3, config=BOTH),
     Release("XVERSE-MoE", "xverse", V3, config=BOTH | {"num_shared_experts": 2}, n_shared=2, shared_width=2 * WIDTH),
     Release("Mixtral", "mixtral", SPARSE, routed=W, shared="", config=LOCAL),
     Release("Mixtral", "phimoe", SPARSE, routed=W, shared="", config=LOCAL),
     Release("MiniMax-M2", "minimax_m2", SPARSE, routed=W, shared="", config=LOCAL),
-    Release("Qwen3-MoE", "qwen3_moe", V3, shared="", config={"num_experts": EXPERTS, "moe_intermediate_size": WIDTH}),
+    Release("Qwen3-MoE", "qwen3_moe", V3, shared="", config=ROUTED),
     Release("Qwen3-MoE", "sdar_moe", V3, shared="", config={"num_local_experts": EXPERTS, "moe_intermediate_size": WIDTH}),
     Release(
         "MiMo-V2", "mimo_v2", V3, shared="",
         config={"n_routed_experts": EXPERTS, "moe_intermediate_size": WIDTH, "moe_layer_freq": [1, 1]},
+    ),
+    Release("Beam", "beam", V3, shared="", config=ROUTED | {"mlp_layer_types": ["sparse"] * 2}),
+    Release("Intern-S1-Pro", "interns1_pro", VL, shared="", config=ROUTED, nested=True),
+    Release(
+        "Gemma 4", "gemma4", "model.language_model.layers.{}", shared="", config=ROUTED | {"intermediate_size": 512}, nested=True
     ),
     Release("OLMoE", "olmoe", V3, shared="", config={"num_experts": EXPERTS, "intermediate_size": WIDTH}),
     Release("Mellum", "mellum", V3, shared="", config={"num_local_experts": EXPERTS, "moe_intermediate_size": WIDTH}),
@@ -173,7 +192,7 @@ def config_of(release: Release) -> dict[str, Any]:
     if not release.mtp:
         inner.pop("num_nextn_predict_layers", None)
     if release.nested:
-        return {"model_type": release.model_type, "text_config": {"model_type": f"{release.model_type}_text", **inner}}
+        return {"model_type": release.model_type, release.section: {"model_type": f"{release.model_type}_text", **inner}}
     return {"model_type": release.model_type, **inner}
 
 
@@ -195,7 +214,7 @@ def test_a_releases_names_are_understood_to_the_last_tensor(release: Release) ->
         assert d.shared is None or d.shared.width == release.shared_width
         assert bool(d.layer.gate_tensor) is release.gate is found.family.gated
     assert found.n_shared == (release.n_shared if release.shared else 0)
-    assert found.section == ("text_config" if release.nested else "")
+    assert found.section == (release.section if release.nested else "")
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -245,7 +264,7 @@ def answer(config: dict[str, Any], release: Release) -> tuple[Any, ...]:
     return repr(found.layers), found.n_shared, verdicts, gaps, codes
 
 
-@pytest.mark.parametrize("copy", ["", "text_config"])
+@pytest.mark.parametrize("copy", ["", "nested"])
 @pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
 def test_a_copy_that_says_something_else_is_a_conflict_in_either_section(release: Release, copy: str) -> None:
     inner = {"hidden_size": HIDDEN, release.depth: LAYERS, **release.config}
@@ -253,7 +272,7 @@ def test_a_copy_that_says_something_else_is_a_conflict_in_either_section(release
     keys = {"hidden_size", *(w.key for w in family.widths), *family.n_routed_keys, *family.n_shared_keys} & inner.keys()
     for key in keys:
         config = {**config_of(replace(release, nested=True)), **inner}
-        (config[copy] if copy else config)[key] = 7
+        (config[release.section] if copy else config)[key] = 7
         conflicts = [c for c in description_of(config, tensors_of(release)).conflicts if c.code in LOAD_CONFLICTS]
         assert conflicts, key
 
@@ -320,7 +339,7 @@ def test_a_gated_familys_gate_must_be_there() -> None:
 
 
 def test_every_family_of_the_table_is_tried() -> None:
-    tried = {r.family for r in RELEASES} | {"Llama 4", "Step-5"}
+    tried = {r.family for r in RELEASES} | {"Llama 4", "Step-5", "Step-3", "Inkling", "Muse Spark"}
     assert tried == {f.name for f in FAMILIES}
 
 
