@@ -148,8 +148,8 @@ SHARED: tuple[Family, ...] = (
     replace(
         QWEN3_NEXT,
         name="Qwen3.5",
-        model_types=("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"),
-        source="vLLM 0.33 model_executor/models/qwen3_5.py, qwen3_5_mtp.py, models/qwen4_exp",
+        model_types=("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "intern_s2_preview"),
+        source="vLLM 0.33 model_executor/models/qwen3_5.py, qwen3_5_mtp.py, interns2_preview.py, models/qwen4_exp",
         mtp_key="mtp_num_hidden_layers",
     ),
     replace(
@@ -256,8 +256,7 @@ SHARED: tuple[Family, ...] = (
         name="Nemotron-H",
         model_types=("nemotron_h", "nemotron_h_puzzle", "nemotron_h_omni"),
         source="vLLM 0.33 model_executor/models/nemotron_h.py:150-234, nemotron_h_mtp.py:247;"
-        " SGLang 0.5.23 models/nemotron_h.py:258-311;"
-        " transformers 5.24 nemotron_h:666, 733",
+        " SGLang 0.5.23 models/nemotron_h.py:258-311, configs/nemotron_h.py:540; transformers 5.24 nemotron_h:666, 733",
         layers=r"(?:language_model\.)?backbone\.layers",
         mtp=r"(?:language_model\.)?mtp\.layers",
         block="mixer",
@@ -273,16 +272,14 @@ SHARED: tuple[Family, ...] = (
         NUMBERED,
         name="EXAONE-MoE",
         model_types=("exaone_moe",),
-        source="vLLM 0.33 model_executor/models/exaone_moe.py:81-135;"
-        " SGLang 0.5.23 models/exaone_moe.py:165; transformers 5.24:277, 319",
+        source="vLLM 0.33 model_executor/models/exaone_moe.py:81-135; SGLang 0.5.23 exaone_moe.py:165; transformers 5.24:277, 319",
         mtp=r"mtp\.layers",
     ),
     replace(
         NUMBERED,
         name="AFMoE",
         model_types=("afmoe",),
-        source="vLLM 0.33 model_executor/models/afmoe.py:76-126, 310;"
-        " SGLang 0.5.23 models/afmoe.py:198; transformers 5.24 afmoe:165, 209",
+        source="vLLM 0.33 model_executor/models/afmoe.py:76-126, 310; SGLang 0.5.23 afmoe.py:198; transformers 5.24:165, 209",
         mtp_key=None,
         sparse=Sparse(first="num_dense_layers"),
     ),
@@ -299,8 +296,7 @@ SHARED: tuple[Family, ...] = (
         QWEN3_NEXT,
         name="Qwen2-MoE",
         model_types=("qwen2_moe",),
-        source="vLLM 0.33 model_executor/models/qwen2_moe.py:144-175;"
-        " SGLang 0.5.23 models/qwen2_moe.py:333; transformers 5.24:279, 337",
+        source="vLLM 0.33 model_executor/models/qwen2_moe.py:144-175; SGLang 0.5.23 qwen2_moe.py:333; transformers 5.24:279, 337",
         mtp=None,
         mtp_key=None,
     ),
@@ -308,8 +304,7 @@ SHARED: tuple[Family, ...] = (
         QWEN3_NEXT,
         name="Laguna",
         model_types=("laguna",),
-        source="vLLM 0.33 model_executor/models/laguna.py:143-219;"
-        " SGLang 0.5.23 models/laguna.py:159; transformers 5.24 laguna:186, 223",
+        source="vLLM 0.33 model_executor/models/laguna.py:143-219; SGLang 0.5.23 laguna.py:159; transformers 5.24:186, 223",
         mtp=None,
         mtp_key=None,
         gated=False,
@@ -377,13 +372,6 @@ SHARED: tuple[Family, ...] = (
         " transformers 5.24 cohere2_moe:109, 179, 353",
         widths=(replace(EITHER, dense=True, dense_key="prefix_dense_intermediate_size"),),
         mtp_key=None,
-    ),
-    replace(
-        QWEN3_NEXT,
-        name="InternS2-Preview",
-        model_types=("intern_s2_preview",),
-        source="vLLM 0.33 model_executor/models/interns2_preview.py (Qwen3.5's modules); SGLang 0.5.23 configs/interns2preview.py",
-        mtp_key="mtp_num_hidden_layers",
     ),
     Family(
         name="Step-3",

@@ -139,7 +139,7 @@ def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp
     for target in rows:
         before = native[target.name].model
         decided = None if before.fused else plans(Options(target, tp=tp, allow_unfused=True))
-        if decided is None or decided.width == decided.source_width:
+        if decided is None or decided.at_kernel == decided.at_source:
             continue
         after = decided.server
         if after.fused:

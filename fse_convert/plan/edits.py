@@ -66,15 +66,15 @@ def config_notes(plan: Plan) -> Iterator[Problem]:
     family, config = description.family, plan.source.checkpoint.config
     if family is None or not decision.config_edits:
         return
-    width, n_shared = decision.source_width, decision.n_shared
+    at = decision.at_source
     for w in family.widths:
         if w.optional and not any(family.stated(config, *(k.key for k in family.widths if k.share is w.share))):
             message = f"there is no {w.key}: a loader that assumes {w.assumed} would not load the padded experts"
-            hint = _add(w, w.of(width, n_shared * width, description.n_shared), description.section)
+            hint = _add(w, w.of(at.routed, at.shared, description.n_shared), description.section)
             yield Problem("config-default", message, "config.json", f"{hint}, and convert again")
     edited = {(e.section, e.key) for e in decision.config_edits}
     for s in family.stated(config, *WIDTH_NAMES):
-        if s.number in (width, n_shared * width) and (s.section, s.key) not in edited:
+        if s.number in (at.routed, at.shared) and (s.section, s.key) not in edited:
             message = f"{s.path} stays {s.number}: no loader that is known here builds experts of {family.name} from it"
             yield Problem("config-width-kept", message, "config.json")
 

@@ -44,8 +44,9 @@ def print_plan(plan: Plan, *, title: str) -> None:
 
 def _headline(plan: Plan, title: str) -> str:
     family, decision = plan.source.description.family_name, plan.decision
-    old, new = decision.source_width, decision.width
-    widths = "; ".join([f"width {old} -> {new}" if new != old else f"width {new}, nothing to pad", *_format_changes(plan)])
+    grows = decision.at_kernel != decision.at_source
+    width = f"width {decision.growth}" if grows else f"width {decision.width}, nothing to pad"
+    widths = "; ".join([width, *_format_changes(plan)])
     if not plan.options.contract:
         return f"{title}: {family}, {_changes(plan)}"
     fit = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {plan.options.contract.name}"
@@ -56,8 +57,7 @@ def _headline(plan: Plan, title: str) -> str:
 def _changes(plan: Plan) -> str:
     """Say what changes, and how many layers the server fuses afterwards."""
     decision = plan.decision
-    wider = decision.main_width != decision.source_width
-    does = [f"width {decision.source_width} -> {decision.main_width}, for tensor parallelism {plan.options.tp}"] * wider
+    does = [f"width {decision.growth}, for tensor parallelism {plan.options.tp}"] * decision.pads
     does += _format_changes(plan)
     fuses = f"; {plan.options.goal} fuses {decision.fused_layers} of {len(decision.verdicts)} layers"
     return ("; ".join(does) or "nothing to change") + (fuses if plan.options.target else "")

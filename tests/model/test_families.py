@@ -133,7 +133,7 @@ RELEASES = (
     Release("Mistral 4", "mistral4", VL, config=COUNT, nested=True),
     Release("Mistral Large 4", "mistral_large4", "layers.{}", routed=W, shared_names=W, config=COUNT, nested=True),
     Release(
-        "InternS2-Preview", "intern_s2_preview", VL, shared="shared_expert", shared_width=64, config=OWN, nested=True, gate=True,
+        "Qwen3.5", "intern_s2_preview", VL, shared="shared_expert", shared_width=64, config=OWN, nested=True, gate=True,
     ),
     Release("Solar Open", "solar_open", V3, config=COUNT),
     Release("Cohere2-MoE", "cohere2_moe", V3, config=BOTH),
