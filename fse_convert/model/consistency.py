@@ -196,14 +196,14 @@ def gaps(family: Family, config: Mapping[str, Any], layers: Sequence[MoELayer]) 
     shows only beside the other layers and the config. The config is believed where the tensors bear it out somewhere, never
     against all of them.
     """
+    if family.per_layer(config):
+        return  # every layer has a number of experts of its own, perhaps none
     decoder = [m for m in layers if m.kind is LayerKind.DECODER]
     missing = sorted(expected_layers(family, config, decoder) - {m.index for m in decoder})
     if missing:
         which = f"{some(map(str, missing))} ({len(missing)} of {len(missing) + len(decoder)})"
         message = f"no experts in decoder layers {which}, which the config says have some"
         yield Problem("layers-missing", message, "config.json", INCOMPLETE)
-    if family.per_layer(config):
-        return
     yield from _count_gaps(decoder, family.number(config, *family.n_routed_keys))
     mtp = [m for m in layers if m.kind is LayerKind.MTP]
     yield from _count_gaps(mtp, family.number(config, family.mtp_routed_key) or None, trusted=True)

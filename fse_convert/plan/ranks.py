@@ -27,9 +27,9 @@ SAID = {
 class Ranks:
     """What servers make of a checkpoint's experts on ``tp`` ranks.
 
-    ``width`` and ``needed``: of one routed expert as it is, and the smallest at which every rank holds whole blocks. ``shared``: that
-    of a shared MLP with a width of its own, 0 where it follows the routed one. ``bytes``: by which padding grows the checkpoint.
-    ``command``: does that; empty where nothing need be done, or a conversion would refuse.
+    ``width`` and ``needed``: of one routed expert as it is, and the smallest at which every rank holds whole blocks. ``shared``:
+    that of a shared MLP with a width of its own, 0 where it follows the routed one. ``bytes``: by which padding to them grows the
+    checkpoint. ``command``: does that; empty where nothing need be done, or a conversion would refuse.
     """
 
     tp: int

@@ -338,6 +338,112 @@ def test_a_gated_familys_gate_must_be_there() -> None:
     assert [(p.code, p.where) for p in found.problems] == [("gate-missing", f"{release.decoder.format(1)}.shared_expert")]
 
 
+COUNTED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "num_experts": (("num_experts",), ("num_shared_experts",)),
+    "own": (("num_experts",), ()),
+    "either": (("num_experts", "num_local_experts"), ()),
+    "local": (("num_local_experts",), ()),
+    "routed": (("n_routed_experts",), ()),
+}
+"""Names of the numbers of routed and of shared experts, where they are not DeepSeek's."""
+COUNTS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("Ling", "Param2", "EXAONE-MoE", "AFMoE", "K2-Horizon", "Cohere2-MoE", "XVERSE-MoE", "Hunyuan-V3", "Kimi-K3"),
+        COUNTED["num_experts"],
+    ),
+    **dict.fromkeys(("Qwen3-Next", "Qwen3.5", "Alice AI", "Qwen2-MoE", "Laguna", "Flint"), COUNTED["own"]),
+    **dict.fromkeys(("LFM2-MoE", "Beam", "Intern-S1-Pro", "Gemma 4"), COUNTED["own"]),
+    **dict.fromkeys(("Qwen3-MoE", "OLMoE", "Mellum", "Jamba"), COUNTED["either"]),
+    **dict.fromkeys(("Mixtral", "MiniMax-M2"), COUNTED["local"]),
+    **dict.fromkeys(("MiMo-V2", "LongCat-Flash"), COUNTED["routed"]),
+    "MiniMax-M3": (("num_local_experts",), ("n_shared_experts",)),
+    "Kimi-Linear": (("num_experts",), ("num_shared_experts", "n_shared_experts")),
+    "Ernie-4.5": (("moe_num_experts",), ("moe_num_shared_experts",)),
+    "Hunyuan": (("num_experts",), ("num_shared_expert",)),
+    "Ling-3": (("num_experts",), ("num_shared_experts", "n_shared_experts")),
+    "Sarvam": (("num_experts", "n_routed_experts"), ("num_shared_experts", "n_shared_experts")),
+    "Kolibri": (("num_local_experts", "num_experts"), ()),
+    "Mistral Large 4": (("n_routed_experts", "num_experts"), ("n_shared_experts",)),
+}
+COUNTERS = sorted({name for pair in COUNTED.values() for names in pair for name in names} | {
+    name for pair in COUNTS_OF.values() for names in pair for name in names
+} | {"n_shared_experts"})  # fmt: skip
+
+
+@pytest.mark.parametrize("key", COUNTERS)
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_a_number_of_experts_is_read_under_the_names_that_loaders_know_and_under_no_other(release: Release, key: str) -> None:
+    routed, shared = COUNTS_OF.get(release.family, (("n_routed_experts",), ("n_shared_experts",)))
+    tensors = tensors_of(release)
+    config = {k: v for k, v in release.config.items() if k not in (*routed, *shared)}
+    counts = {key: EXPERTS + 1 if key in routed else 7 * release.n_shared}
+    found = {c.code for c in description_of(config_of(replace(release, config={**config, **counts})), tensors).conflicts}
+    expected = "config-experts" if key in routed else "config-width" if key in shared else ""
+    # Without the right number loaders take one shared expert, which is a conflict of its own where there are two.
+    assert (expected in found) if expected else (found <= ({"config-width"} if release.n_shared > 1 else set()))
+
+
+MTP_KEYS = {"MiniMax-M3": "num_mtp_modules", "Qwen3.5": "mtp_num_hidden_layers"}
+NO_MTP_KEY = {
+    "Hunyuan", "AFMoE", "K2-Horizon", "Qwen2-MoE", "Laguna", "Flint", "Kolibri", "Mistral 4", "Mistral Large 4", "Solar Open",
+    "Cohere2-MoE", "XVERSE-MoE", "Mixtral", "MiniMax-M2", "Qwen3-MoE", "OLMoE", "Mellum", "LFM2-MoE", "LongCat-Flash", "Jamba",
+    "Beam", "Intern-S1-Pro", "Gemma 4", "DeepSeek-VL2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"])
+@pytest.mark.parametrize("release", [r for r in RELEASES if not r.mtp], ids=lambda r: r.model_type)
+def test_mtp_layers_are_promised_under_one_name_if_any(release: Release, key: str) -> None:
+    config = config_of(release)
+    (config[release.section] if release.nested else config)[key] = 1
+    promised = key == (None if release.family in NO_MTP_KEY else MTP_KEYS.get(release.family, "num_nextn_predict_layers"))
+    assert ("mtp-missing" in {c.code for c in description_of(config, tensors_of(release)).conflicts}) is promised
+
+
+PREFIXED = [(0, "first_k_dense_replace", 1, 0), (1, "moe_layer_freq", 2, 1)]
+STEPS = [(0, "mlp_only_layers", [0], []), (0, "decoder_sparse_step", 2, 1)]
+FIRST = [(0, "num_dense_layers", 1, 0)]
+SPARSE_OF: dict[str, list[tuple[int, str, Any, Any]]] = {
+    **dict.fromkeys(
+        ("Qwen3-Next", "Qwen3.5", "Alice AI", "K2-Horizon", "Qwen2-MoE", "Flint", "Qwen3-MoE", "Intern-S1-Pro"), STEPS
+    ),
+    "Ernie-4.5": [
+        (0, "moe_layer_start_index", 1, 0), (1, "moe_layer_end_index", 0, 1), (0, "moe_layer_interval", 2, 1),
+    ],
+    **dict.fromkeys(("AFMoE", "LFM2-MoE"), FIRST),
+    "MiMo-V2": [(0, "moe_layer_freq", [0, 1], [1, 1])],
+    "Nemotron-H": [
+        (0, "layers_block_type", ["attention", "moe"], ["moe", "moe"]), (0, "hybrid_override_pattern", "*E", "EE"),
+    ],
+}  # fmt: skip
+"""By family: the layer without experts, the key that says so, its value then, and one by which that layer has some."""
+EVERY = {"DeepSeek-V4", "Kolibri", "Solar Open", "XVERSE-MoE", "Mixtral", "MiniMax-M2", "OLMoE", "LongCat-Flash"}
+UNSAID = {"Hunyuan", "Laguna", "Mellum", "Jamba", "Beam", "Gemma 4"}
+"""Families of which every layer has experts, and those in which no key but ``mlp_layer_types`` says which."""
+
+
+def told(release: Release, absent: int, config: dict[str, Any]) -> set[str]:
+    """Codes of what is missing where one layer has no experts."""
+    block = f"{release.decoder.format(absent)}."
+    tensors = {name: info for name, info in tensors_of(release).items() if not name.startswith(block)}
+    plain = {k: v for k, v in release.config.items() if k not in ("mlp_layer_types", "hybrid_override_pattern")}
+    return {p.code for p in description_of(config_of(replace(release, config={**plain, **config})), tensors).gaps}
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_the_keys_that_say_which_layers_have_experts(release: Release) -> None:
+    kinds = SPARSE_OF.get(release.family, [] if release.family in EVERY | UNSAID else PREFIXED)
+    rest = {"first_k_dense_replace": 0, "moe_layer_start_index": 0, "num_dense_layers": 0}
+    for absent, key, dense, sparse in kinds:
+        others = {k: v for k, v in rest.items() if k != key}
+        assert told(release, absent, {**others, key: dense}) == set(), key
+        assert told(release, absent, {**others, key: sparse}) == {"layers-missing"}, key
+    if release.family != "Nemotron-H":
+        assert told(release, 0, {**rest, "mlp_layer_types": ["dense", "sparse"]}) == set()
+        assert told(release, 0, {**rest, "mlp_layer_types": ["sparse", "sparse"]}) == {"layers-missing"}
+    assert told(release, 0, rest) == (set() if release.family in UNSAID else {"layers-missing"})
+
+
 def test_every_family_of_the_table_is_tried() -> None:
     tried = {r.family for r in RELEASES} | {"Llama 4", "Step-5", "Step-3", "Inkling", "Muse Spark"}
     assert tried == {f.name for f in FAMILIES}
@@ -455,3 +561,65 @@ def test_numbers_are_read_where_the_widths_are_and_lists_of_equal_numbers_count_
     assert family.number(config, "m") is None
     assert family.number(config, None) is None
     assert family.number({"moe_intermediate_size": True}, "moe_intermediate_size") is None
+
+
+def test_layers_of_a_puzzle_may_differ() -> None:
+    """Nemotron-H puzzles state every layer's experts in ``block_configs`` (SGLang 0.5.23 configs/nemotron_h.py:524-560)."""
+    release = next(r for r in RELEASES if r.model_type == "nemotron_h")
+    tensors = {n: i for n, i in tensors_of(release).items() if not n.startswith("backbone.layers.1.mixer.experts.2.")}
+    blocks = [{"block_type": "moe", "n_routed_experts": n, "moe_intermediate_size": WIDTH} for n in (EXPERTS, EXPERTS - 1)]
+    config = config_of(release) | {"model_type": "nemotron_h_puzzle", "block_configs": blocks}
+    assert description_of(config, tensors).problems == ()
+    del config["block_configs"]
+    assert {p.code for p in description_of(config, tensors).problems} == {"experts-missing"}
+
+
+def test_inklings_sink_experts_are_no_shared_experts_that_could_fuse() -> None:
+    """Their weights come from the router (vLLM 0.33 models/inkling/nvidia/moe.py:6-11): nothing may call them a slot."""
+    tensors: Tensors = {}
+    for i in range(LAYERS):
+        block = f"model.llm.layers.{i}.mlp"
+        tensors[f"{block}.experts.w13_weight"] = ("BF16", (EXPERTS, 2 * WIDTH, HIDDEN))
+        tensors[f"{block}.experts.w2_weight"] = ("BF16", (EXPERTS, HIDDEN, WIDTH))
+        tensors[f"{block}.shared_experts.shared_w13_weight"] = ("BF16", (2, 2 * WIDTH, HIDDEN))
+        tensors[f"{block}.shared_experts.shared_w2_weight"] = ("BF16", (2, HIDDEN, WIDTH))
+        tensors[f"{block}.gate.weight"] = ("BF16", (EXPERTS + 2, HIDDEN))
+    text = {"n_routed_experts": EXPERTS, "n_shared_experts": 2, "moe_intermediate_size": WIDTH, "hidden_size": HIDDEN}
+    config = {"model_type": "inkling_mm_model", "text_config": {"model_type": "inkling_text", "num_hidden_layers": LAYERS, **text}}
+    about = subject_of(config, tensors)
+    found = about.description
+    assert [d.layer.name for d in found.layers] == [f"model.llm.layers.{i}.mlp" for i in range(LAYERS)]
+    assert {p.code for p in found.problems} == {"experts-stacked"}
+    assert found.outside == found.conflicts == ()
+    assert (found.n_shared, {d.shared for d in found.layers}) == (0, {None})
+    assert not any(answer.fused or v.fused for answer in judge(about) for v in answer.layers)
+
+
+def test_muse_sparks_experts_work_on_a_hidden_size_of_their_own() -> None:
+    block = "model.language_model.layers.{}.mlp"
+    tensors: Tensors = {}
+    for i in range(LAYERS):
+        for e in range(EXPERTS):
+            tensors |= expert(f"{block.format(i)}.experts.{e}", "bf16", WIDTH, HIDDEN, PROJ)
+        tensors[f"{block.format(i)}.experts.post_expert_norm.weight"] = ("BF16", (HIDDEN,))
+    text = {"num_local_experts": EXPERTS, "moe_intermediate_size": WIDTH, "moe_hidden_size": HIDDEN, "hidden_size": 2 * HIDDEN}
+    config = {"model_type": "muse_spark", "text_config": {"num_hidden_layers": LAYERS, **text}}
+    found = description_of(config, tensors)
+    assert (found.problems, found.conflicts) == ((), ())
+    text["moe_hidden_size"] = 2 * HIDDEN
+    config["text_config"] = {"num_hidden_layers": LAYERS, **text}
+    assert {c.code for c in description_of(config, tensors).conflicts} == {"config-hidden"}
+
+
+def test_step3_has_a_shared_expert_beside_its_stacked_ones() -> None:
+    tensors: Tensors = {}
+    for i in range(LAYERS):
+        for name, shape in (("gate_proj", (4, WIDTH, HIDDEN)), ("up_proj", (4, WIDTH, HIDDEN)), ("down_proj", (4, HIDDEN, WIDTH))):
+            tensors[f"model.layers.{i}.moe.{name}.weight"] = ("BF16", shape)
+        tensors |= expert(f"model.layers.{i}.share_expert", "bf16", WIDTH, HIDDEN, PROJ)
+    text = {"moe_num_experts": 4, "moe_intermediate_size": WIDTH, "share_expert_dim": 2 * WIDTH, "num_hidden_layers": LAYERS}
+    found = description_of({"model_type": "step3_vl", "text_config": {"model_type": "step3_text", **text}}, tensors)
+    assert {p.code for p in found.problems} == {"experts-stacked"}
+    assert [d.layer.name for d in found.layers] == [f"model.layers.{i}.moe" for i in range(LAYERS)]
+    assert all(d.shared and d.shared.width == WIDTH for d in found.layers)
+    assert [c.message.partition(" is ")[0] for c in found.conflicts] == ["text_config.share_expert_dim"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import FseConvertError, NotConvertible, Problem
+from fse_convert.model.families import FAMILIES, find_family
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
@@ -44,16 +45,22 @@ class Model:
         for i in range(2):
             for e in range(2):
                 found |= expert(f"{self.block.format(i)}.experts.{e}", "bf16", WIDTH, HIDDEN, self.routed)
-            found |= expert(f"{self.block.format(i)}.{self.shared}", "bf16", self.n_shared * WIDTH, HIDDEN, self.shared_names)
-            found[f"{self.block.format(i)}.{self.shared}_gate.weight"] = ("BF16", (1, HIDDEN))
-        if self.shared != "shared_expert":
-            found = {name: info for name, info in found.items() if "_gate.weight" not in name}
+            if self.shared:
+                found |= expert(f"{self.block.format(i)}.{self.shared}", "bf16", self.n_shared * WIDTH, HIDDEN, self.shared_names)
+            if self.shared == "shared_expert":
+                found[f"{self.block.format(i)}.{self.shared}_gate.weight"] = ("BF16", (1, HIDDEN))
         return found
+
+    @property
+    def options(self) -> Options:
+        """Of a conversion that pads to 512: for a kernel where there is a shared expert to fuse, else for 512 ranks."""
+        return KERNEL if self.shared else Options(None, tp=512)
 
 
 MOE = {"moe_intermediate_size": 1}
 COUNTS = {"n_routed_experts": 2, "n_shared_experts": 1}
 NUMBERED = {"num_experts": 2, "num_shared_experts": 1}
+EITHER = {"intermediate_size": 1}
 OWN = {"moe_intermediate_size": 1, "shared_expert_intermediate_size": 1}
 TOTAL = "moe_shared_expert_intermediate_size"
 UP = ("", "up_proj", "down_proj")
@@ -112,6 +119,18 @@ MODELS = (
     *(Model(name, MOE, COUNTS | {"intermediate_size": 18432}) for name in ("pangu_ultra_moe", "mistral4", "solar_open")),
     Model("cohere2_moe", {"intermediate_size": 1}, NUMBERED),
     Model("xverse", {"intermediate_size": 1}, NUMBERED | {"num_shared_experts": 2}, n_shared=2),
+    *(Model(name, MOE, COUNTS | {"intermediate_size": 10944}) for name in ("deepseek", "deepseek_vl_v2", "kimi_vl", "sarvam_mla")),
+    Model("mistral_large4", MOE, COUNTS, "layers.{}", W, shared_names=W),
+    *(Model(name, EITHER, {"num_local_experts": 2}, SPARSE, W, shared="") for name in ("mixtral", "minimax_m2")),
+    Model("qwen3_moe", MOE, {"num_experts": 2, "intermediate_size": 6144}, shared=""),
+    Model("mimo_v2", MOE, {"n_routed_experts": 2, "intermediate_size": 16384}, shared=""),
+    Model("olmoe", EITHER, {"num_experts": 2}, shared=""),
+    Model("mellum", MOE, {"num_experts": 2}, shared=""),
+    Model("lfm2_moe", MOE, {"num_experts": 2, "intermediate_size": 7168}, "model.layers.{}.feed_forward", W, shared=""),
+    Model("longcat_flash", {"expert_ffn_hidden_size": 1, **MOE}, {"n_routed_experts": 2, "ffn_hidden_size": 6144}, shared=""),
+    *(Model(name, MOE, {"num_experts": 2, "intermediate_size": 20480}, shared="") for name in ("beam", "interns1_pro")),
+    Model("gemma4", {**MOE, "expert_intermediate_size": 1}, {"num_experts": 2}, "model.layers.{}", shared=""),
+    Model("jamba", EITHER, {"num_experts": 2}, "model.layers.{}.feed_forward", shared=""),
 )  # fmt: skip
 NAMES = [f"{m.model_type} {m.n_shared} shared" for m in MODELS]
 NESTED = ("flat", "nested", "both")
@@ -125,15 +144,16 @@ def placed(model: Model, inner: Config, where: str) -> Config:
     return {"model_type": model.model_type, **(inner if where != "nested" else {}), **(text if where != "flat" else {}), **vision}
 
 
-def plan(config: Config, tensors: Tensors) -> Plan:
-    target = find_target("megamoe-512")
-    assert target is not None
-    return make_plan(describe_source(checkpoint(config, tensors)), Options(target, allow_unfused=True))
+KERNEL = Options(find_target("megamoe-512"), allow_unfused=True)
 
 
-def refused(config: Config, tensors: Tensors) -> tuple[Problem, ...]:
+def plan(config: Config, tensors: Tensors, options: Options = KERNEL) -> Plan:
+    return make_plan(describe_source(checkpoint(config, tensors)), options)
+
+
+def refused(config: Config, tensors: Tensors, options: Options = KERNEL) -> tuple[Problem, ...]:
     with pytest.raises(FseConvertError) as e:
-        plan(config, tensors)
+        plan(config, tensors, options)
     return e.value.problems
 
 
@@ -151,7 +171,7 @@ def edited(config: Config, made: Plan) -> Config:
 @pytest.mark.parametrize("model", MODELS, ids=NAMES)
 def test_every_key_that_a_loader_reads_says_the_new_width_and_no_other_key_changes(model: Model, where: str) -> None:
     config = placed(model, {**model.config, **model.stated(WIDTH)}, where)
-    made = plan(config, model.tensors())
+    made = plan(config, model.tensors(), model.options)
     expected = placed(model, {**model.config, **model.stated(WIDER)}, where)
     assert edited(config, made) == {**expected, "vision_config": config["vision_config"]}
     decision = made.decision
@@ -164,10 +184,38 @@ def test_a_name_of_the_width_that_says_another_one_is_refused_whichever_it_is(mo
     for key, times in model.keys.items():
         for where in NESTED:
             config = placed(model, {**model.config, **model.stated(WIDTH), key: times * 256}, where)
-            problems = refused(config, model.tensors())
+            problems = refused(config, model.tensors(), model.options)
             assert "config-width" in {p.code for p in problems}
             said = [p.message for p in problems if key in p.message]
             assert any(f"{n * 256}" in text and f"{n * WIDTH}" in text for n in (times, model.n_shared) for text in said)
+
+
+def test_the_keys_of_every_family_that_is_padded_are_tried() -> None:
+    """Those above and no others: a row that loses, gains or misnames one fails here, and in the tests that edit them."""
+    tried: dict[str, set[str]] = {}
+    for model in MODELS:
+        family = find_family({"model_type": model.model_type})
+        assert family is not None
+        tried.setdefault(f"{family.name} {family.model_types[0]}", set()).update(model.keys)
+    assert tried.items() >= {f"{f.name} {f.model_types[0]}": {w.key for w in f.widths} for f in FAMILIES if not f.stacked}.items()
+
+
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
+def test_without_the_key_that_loaders_take_a_default_for_a_model_is_not_padded(model: Model) -> None:
+    """Padded, it would not load."""
+    first = next(iter(model.keys))
+    stated = {key: value for key, value in model.stated(WIDTH).items() if key != first}
+    problems = refused(placed(model, {**model.config, **stated}, "flat"), model.tensors(), model.options)
+    assert any(first in p.message for p in problems if p.code == "config-key")
+
+
+def test_a_list_of_blocks_that_states_widths_is_not_edited() -> None:
+    """Nemotron-H puzzles: SGLang 0.5.23 configs/nemotron_h.py:540 reads every layer's own."""
+    model = next(m for m in MODELS if m.model_type == "nemotron_h")
+    blocks = [{"block_type": "moe", **MOE}] * 2
+    config = placed(model, {**model.config, **model.stated(WIDTH), "block_configs": blocks}, "flat")
+    (problem,) = refused(config | {"model_type": "nemotron_h_puzzle"}, model.tensors())
+    assert (problem.code, problem.message.partition(" states ")[0]) == ("config-key", "block_configs")
 
 
 @pytest.mark.parametrize("where", ["", "text_config"])
@@ -176,7 +224,7 @@ def test_a_copy_that_says_another_width_is_refused_in_either_section(model: Mode
     key = next(iter(model.keys))
     config = placed(model, {**model.config, **model.stated(WIDTH)}, "both")
     (config[where] if where else config)[key] = 2 * WIDTH
-    assert "config-width" in {p.code for p in refused(config, model.tensors())}
+    assert "config-width" in {p.code for p in refused(config, model.tensors(), model.options)}
 
 
 def test_the_order_of_keys_changes_nothing() -> None:
