@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,3 +84,38 @@ def test_next_steps_of_it_work_as_printed(newcomer: Path, tmp_path: Path, run: R
         code, text, _ = run(*words)
         assert (code, "unknown family" in text) == (0, False)
     assert inspect[-2:] == list(AS_V4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("v4-flash", ("--target", "megamoe-512", UNFUSED)),
+        *((kind, ("--tp", "8")) for kind in ("v4.1-flash", "v3", "glm-4.5-quark", "qwen3.5-quark")),
+    ],
+)
+def test_the_family_that_the_refusal_names_converts_it_as_a_model_of_that_family(
+    kind: str, options: tuple[str, ...], source: Made, tmp_path: Path, run: Run, digest: Callable[[Path], dict[str, str]]
+) -> None:
+    root = source(kind)
+    assert run(root, tmp_path / "known", *options)[0] == 0
+    edit_config(root, rename)
+    _, _, err = run(root, tmp_path / "out", *options)
+    assert "error[family-unknown]" in err
+    named = shlex.split(err.partition("add --family ")[2].splitlines()[0])[0]
+    code, _, err = run(root, tmp_path / "out", *options, "--family", named)
+    assert code == 0, err
+    known, new = (
+        {name: value for name, value in digest(tmp_path / folder).items() if name.endswith(".safetensors")}
+        for folder in ("known", "out")
+    )
+    assert known == {name: value for name, value in new.items() if name in known}
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("known", "out"))
+    rename(before)
+    assert before == after
+
+
+def rename(config: dict[str, Any]) -> None:
+    """Give a model a type that no row has, wherever it stands."""
+    config["model_type"] = "newcomer"
+    if "text_config" in config:
+        config["text_config"]["model_type"] = "newcomer_text"

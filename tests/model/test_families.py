@@ -166,6 +166,7 @@ RELEASES = (
         "Jamba", "jamba", "model.layers.{}.feed_forward", shared="",
         config={"num_experts": EXPERTS, "intermediate_size": WIDTH},
     ),
+    Release("dots3-note", "dots3_note", V3, config=COUNT | {TOTAL: 64}, shared_width=64),
     Release("dots3-note", "dots3_note_text", V3, config=COUNT | {"shared_experts_intermediate_size": 64}, shared_width=64),
 )  # fmt: skip
 
@@ -392,12 +393,31 @@ NO_MTP_KEY = {
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"])
-@pytest.mark.parametrize("release", [r for r in RELEASES if not r.mtp], ids=lambda r: r.model_type)
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
 def test_mtp_layers_are_promised_under_one_name_if_any(release: Release, key: str) -> None:
-    config = config_of(release)
-    (config[release.section] if release.nested else config)[key] = 1
+    config = config_of(replace(release, config={k: v for k, v in release.config.items() if k not in MTP_KEYS.values()}))
+    inner = config[release.section] if release.nested else config
+    inner.pop("num_nextn_predict_layers", None)
+    inner[key] = 2
     promised = key == (None if release.family in NO_MTP_KEY else MTP_KEYS.get(release.family, "num_nextn_predict_layers"))
-    assert ("mtp-missing" in {c.code for c in description_of(config, tensors_of(release)).conflicts}) is promised
+    code = "config-conflict" if release.mtp else "mtp-missing"
+    assert (code in {c.code for c in description_of(config, tensors_of(release)).conflicts}) is promised
+
+
+@pytest.mark.parametrize("key", ["dspark_n_routed_experts", "mtp_n_routed_experts"])
+@pytest.mark.parametrize("release", [r for r in RELEASES if r.mtp], ids=lambda r: r.model_type)
+def test_a_drafter_with_fewer_experts_says_so_under_its_own_name(release: Release, key: str) -> None:
+    found = description_of(config_of(replace(release, config=release.config | {key: EXPERTS - 1})), tensors_of(release))
+    own = {"DeepSeek-V4": "dspark_n_routed_experts", "Nemotron-H": "mtp_n_routed_experts"}.get(release.family)
+    assert {p.code for p in found.problems} == ({"experts-missing"} if key == own else set())
+
+
+@pytest.mark.parametrize("release", [r for r in RELEASES if r.shared and not r.decoder.endswith("{}")], ids=lambda r: r.model_type)
+def test_a_shared_expert_stands_in_its_block_and_not_beside_it(release: Release) -> None:
+    block, beside = release.decoder.format(0), release.decoder.format(0).rpartition(".")[0]
+    tensors = {n.replace(f"{block}.{release.shared}.", f"{beside}.{release.shared}."): i for n, i in tensors_of(release).items()}
+    found = description_of(config_of(release), tensors)
+    assert "expert-outside" in {p.code for p in found.problems}
 
 
 PREFIXED = [(0, "first_k_dense_replace", 1, 0), (1, "moe_layer_freq", 2, 1)]

@@ -68,6 +68,10 @@ SPARSE = "model.layers.{}.block_sparse_moe"
 # Per row of the research: transformers 5.24, vLLM 0.33 and SGLang 0.5.23, all keys that any of them reads.
 MODELS = (
     Model("deepseek_v4", {**MOE, "intermediate_size": 1}, COUNTS, "layers.{}.ffn", W, shared_names=W),
+    Model(
+        "deepseek_v4", {**MOE, "intermediate_size": 1}, COUNTS | {"n_shared_experts": 2}, "layers.{}.ffn", W, shared_names=W,
+        n_shared=2,
+    ),
     Model("deepseek_v41", MOE, COUNTS, "layers.{}.ffn", W, shared_names=W),
     *(
         Model(name, MOE, COUNTS | {"intermediate_size": 18432, "first_k_dense_replace": 0})
@@ -113,6 +117,7 @@ MODELS = (
         "nemotron_h", {**MOE, TOTAL: 2}, COUNTS | {"hybrid_override_pattern": "EE", "intermediate_size": 384},
         "backbone.layers.{}.mixer", UP, shared_names=UP, n_shared=2,
     ),
+    Model("nemotron_h", {**MOE, TOTAL: 1}, COUNTS, "backbone.layers.{}.mixer", UP, shared_names=UP),
     *(Model(name, MOE, NUMBERED | {"intermediate_size": 18432}) for name in ("exaone_moe", "afmoe", "k2_horizon")),
     *(Model(name, OWN, {"num_experts": 2}, shared="shared_expert") for name in ("qwen2_moe", "laguna", "flint")),
     Model("kolibri1", OWN, {"num_local_experts": 2}),
@@ -207,6 +212,21 @@ def test_without_the_key_that_loaders_take_a_default_for_a_model_is_not_padded(m
     stated = {key: value for key, value in model.stated(WIDTH).items() if key != first}
     problems = refused(placed(model, {**model.config, **stated}, "flat"), model.tensors(), model.options)
     assert any(first in p.message for p in problems if p.code == "config-key")
+
+
+NEEDED = {"shared_expert_intermediate_size", "share_expert_dim"}
+"""Keys beside a family's first for which loaders have a default of their own."""
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if len(m.keys) > 1], ids=lambda m: f"{m.model_type} {m.n_shared}")
+def test_the_other_keys_may_be_missing_where_loaders_then_read_the_first(model: Model) -> None:
+    for key in list(model.keys)[1:]:
+        stated = {k: v for k, v in model.stated(WIDTH).items() if k != key}
+        config = placed(model, {**model.config, **stated}, "flat")
+        if key in NEEDED or (model.model_type, key) == ("nemotron_h", TOTAL):
+            assert {"config-key", "config-width"} & {p.code for p in refused(config, model.tensors(), model.options)}
+        else:
+            assert {e.key for e in plan(config, model.tensors(), model.options).decision.config_edits} == stated.keys()
 
 
 def test_a_list_of_blocks_that_states_widths_is_not_edited() -> None:
