@@ -278,7 +278,8 @@ def test_a_list_per_modality_is_named_in_full_and_not_edited() -> None:
 
 @pytest.mark.parametrize("value", ["384", 384.0, True, [], {}])
 def test_a_width_that_is_no_integer_is_not_edited(value: object) -> None:
-    problems = refused({"model_type": "deepseek_v3", **COUNTS, "moe_intermediate_size": value}, MODELS[2].tensors())
+    model = next(m for m in MODELS if m.model_type == "deepseek_v3")
+    problems = refused({"model_type": "deepseek_v3", **COUNTS, "moe_intermediate_size": value}, model.tensors())
     assert [p.code for p in problems] == ["config-key"]
     assert f"moe_intermediate_size is {value}" in problems[0].message
 
