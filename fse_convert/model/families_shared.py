@@ -23,7 +23,8 @@ from fse_convert.model.family import (
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
     model_types=("deepseek_v4", "deepseek_v4_text"),
-    source="vLLM 0.33 models/deepseek_v4/nvidia/model.py; transformers 5.24 deepseek_v4 (intermediate_size, where it is, wins)",
+    source="vLLM 0.33 models/deepseek_v4/nvidia/model.py; SGLang 0.5.23 models/deepseek_v4_dspark.py;"
+    " transformers 5.24 deepseek_v4 (intermediate_size, where it is, wins)",
     layers=r"(?:model\.)?layers",  # transformers 5.24 saves them under `model.`
     mtp="mtp",
     block="ffn",
@@ -70,7 +71,7 @@ SHARED: tuple[Family, ...] = (
     replace(
         DEEPSEEK_V4,
         model_types=("deepseek_v41", "deepseek_v41_text"),
-        source="vLLM 0.33 models/deepseek_v41/nvidia/model.py, transformers_utils/configs/deepseek_v41.py",
+        source="vLLM 0.33 models/deepseek_v41/nvidia/model.py, models/deepseek_v4/nvidia/model.py, configs/deepseek_v41.py",
         widths=(MOE,),
     ),
     DEEPSEEK_V3,
@@ -86,7 +87,7 @@ SHARED: tuple[Family, ...] = (
     Family(
         name="Kimi-K2",
         model_types=("kimi_k2", "kimi_k25", "kimi_vl"),
-        source="vLLM 0.33 model_executor/models/kimi_k25.py, kimi_vl.py (DeepSeek-V3 layout)",
+        source="vLLM 0.33 model_executor/models/kimi_k25.py, kimi_vl.py, which build deepseek_v2.py",
     ),
     Family(
         name="GLM-4-MoE",
@@ -124,6 +125,7 @@ SHARED: tuple[Family, ...] = (
         readings=(Width(EITHER.key, Share.ONE_SHARED),),  # of vLLM and SGLang, where transformers reads the key above
         n_routed_keys=("num_local_experts",),
         mtp_key="num_mtp_modules",
+        sparse=Sparse(step="moe_layer_freq"),
     ),
     Family(
         name="Kimi-Linear",
@@ -156,7 +158,8 @@ SHARED: tuple[Family, ...] = (
         QWEN3_NEXT,
         name="Alice AI",
         model_types=("alice_ai",),
-        source="vLLM 0.33 model_executor/models/alice_ai.py:208-289",
+        source="vLLM 0.33 model_executor/models/alice_ai.py:208-289, 352",
+        sparse=EVERY_LAYER,
     ),
     Family(
         name="Ernie-4.5",
@@ -186,6 +189,7 @@ SHARED: tuple[Family, ...] = (
         model_types=("hunyuan_v1_moe",),
         source="transformers 5.24 hunyuan_v1_moe:71, 253 (intermediate_size); SGLang 0.5.23 models/hunyuan.py:142-180 (both keys)",
         widths=(Width("intermediate_size", assumed=DEFAULT, dense=True), Width("moe_intermediate_size")),
+        readings=(Width("intermediate_size", Share.SHARED),),  # of transformers, whatever num_shared_expert says
         shared="shared_mlp",
         n_routed_keys=("num_experts",),
         n_shared_keys=("num_shared_expert",),

@@ -299,6 +299,12 @@ def test_numbers_of_experts_per_modality_add_up() -> None:
         ("sarvam_moe", {"num_shared_experts": 2, TOTAL: 64}, WIDTH, "moe_intermediate_size x 2 shared is 256"),
         ("nemotron_h", {"n_shared_experts": 2}, 2 * WIDTH, f"{TOTAL} x 2 shared is 512"),
         ("param2moe", {"num_shared_experts": 2, TOTAL: 192}, 192, ""),
+        (
+            "hunyuan_v1_moe",
+            {"num_shared_expert": 2, "intermediate_size": WIDTH},
+            2 * WIDTH,
+            "intermediate_size is 128, the tensors",
+        ),
     ],
 )
 def test_loaders_that_read_a_key_in_different_ways_must_come_to_one_width(
@@ -422,22 +428,23 @@ def test_a_shared_expert_stands_in_its_block_and_not_beside_it(release: Release)
 
 PREFIXED = [(0, "first_k_dense_replace", 1, 0), (1, "moe_layer_freq", 2, 1)]
 STEPS = [(0, "mlp_only_layers", [0], []), (0, "decoder_sparse_step", 2, 1)]
+FLAGS = [(0, "moe_layer_freq", [0, 1], [1, 1])]
 FIRST = [(0, "num_dense_layers", 1, 0)]
 SPARSE_OF: dict[str, list[tuple[int, str, Any, Any]]] = {
     **dict.fromkeys(
-        ("Qwen3-Next", "Qwen3.5", "Alice AI", "K2-Horizon", "Qwen2-MoE", "Flint", "Qwen3-MoE", "Intern-S1-Pro"), STEPS
+        ("Qwen3-Next", "Qwen3.5", "K2-Horizon", "Qwen2-MoE", "Flint", "Qwen3-MoE", "Intern-S1-Pro"), STEPS
     ),
     "Ernie-4.5": [
         (0, "moe_layer_start_index", 1, 0), (1, "moe_layer_end_index", 0, 1), (0, "moe_layer_interval", 2, 1),
     ],
     **dict.fromkeys(("AFMoE", "LFM2-MoE"), FIRST),
-    "MiMo-V2": [(0, "moe_layer_freq", [0, 1], [1, 1])],
+    **dict.fromkeys(("MiMo-V2", "MiniMax-M3"), FLAGS),
     "Nemotron-H": [
         (0, "layers_block_type", ["attention", "moe"], ["moe", "moe"]), (0, "hybrid_override_pattern", "*E", "EE"),
     ],
 }  # fmt: skip
 """By family: the layer without experts, the key that says so, its value then, and one by which that layer has some."""
-EVERY = {"DeepSeek-V4", "Kolibri", "Solar Open", "XVERSE-MoE", "Mixtral", "MiniMax-M2", "OLMoE", "LongCat-Flash"}
+EVERY = {"Alice AI", "DeepSeek-V4", "Kolibri", "Solar Open", "XVERSE-MoE", "Mixtral", "MiniMax-M2", "OLMoE", "LongCat-Flash"}
 UNSAID = {"Hunyuan", "Laguna", "Mellum", "Jamba", "Beam", "Gemma 4"}
 """Families of which every layer has experts, and those in which no key but ``mlp_layer_types`` says which."""
 

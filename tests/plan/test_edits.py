@@ -103,6 +103,7 @@ MODELS = (
         {"num_experts": 2, "num_shared_expert": 1}, shared="shared_mlp",
     ),
     Model("hy_v3", {**MOE, "expert_hidden_dim": 1}, NUMBERED | {"intermediate_size": 13312}, shared="shared_mlp"),
+    Model("hy_v3", {**MOE, "expert_hidden_dim": 1}, NUMBERED | {"num_shared_experts": 2}, shared="shared_mlp", n_shared=2),
     Model(
         "step3p7", {**MOE, "share_expert_dim": 1, "share_expert_dims": 1}, {"moe_num_experts": 2}, "model.layers.{}.moe",
         shared="share_expert",
