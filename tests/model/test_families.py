@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
 from fse_convert.model.describe import describe
 from fse_convert.model.families import FAMILIES, find_family
 from fse_convert.model.moe import LayerKind, Role
@@ -122,7 +122,7 @@ RELEASES = (
         "Nemotron-H", "nemotron_h_omni", "language_model.backbone.layers.{}.mixer", routed=UP, shared_names=UP,
         config=COUNT | {TOTAL: WIDTH, "hybrid_override_pattern": "EE"}, nested=True, section="llm_config",
     ),
-    Release("EXAONE-MoE", "exaone_moe", V3, config=LING),
+    Release("EXAONE-MoE", "exaone_moe", V3, "mtp.layers.0.mlp", config=LING),
     Release("AFMoE", "afmoe", V3, config=LING | {"num_dense_layers": 0}),
     Release("K2-Horizon", "k2_horizon", V3, config=LING | {"mlp_only_layers": []}),
     Release("Qwen2-MoE", "qwen2_moe", V3, shared="shared_expert", shared_width=64, config=OWN, gate=True),
@@ -144,7 +144,7 @@ RELEASES = (
     Release("Qwen3-MoE", "qwen3_moe", V3, shared="", config=ROUTED),
     Release("Qwen3-MoE", "sdar_moe", V3, shared="", config={"num_local_experts": EXPERTS, "moe_intermediate_size": WIDTH}),
     Release(
-        "MiMo-V2", "mimo_v2", V3, shared="",
+        "MiMo-V2", "mimo_v2", V3, "model.mtp.layers.0.mlp", shared="",
         config={"n_routed_experts": EXPERTS, "moe_intermediate_size": WIDTH, "moe_layer_freq": [1, 1]},
     ),
     Release("Beam", "beam", V3, shared="", config=ROUTED | {"mlp_layer_types": ["sparse"] * 2}),
@@ -298,6 +298,7 @@ def test_numbers_of_experts_per_modality_add_up() -> None:
         ("sarvam_moe", {"num_shared_experts": 2}, 2 * WIDTH, ""),
         ("sarvam_moe", {"num_shared_experts": 2, TOTAL: 64}, WIDTH, "moe_intermediate_size x 2 shared is 256"),
         ("nemotron_h", {"n_shared_experts": 2}, 2 * WIDTH, f"{TOTAL} x 2 shared is 512"),
+        ("nemotron_h", {"n_shared_experts": 2, TOTAL: WIDTH}, 2 * WIDTH, f"{TOTAL} is 128, the tensors show 256"),
         ("param2moe", {"num_shared_experts": 2, TOTAL: 192}, 192, ""),
         (
             "hunyuan_v1_moe",
@@ -388,6 +389,24 @@ def test_a_number_of_experts_is_read_under_the_names_that_loaders_know_and_under
     expected = "config-experts" if key in routed else "config-width" if key in shared else ""
     # Without the right number loaders take one shared expert, which is a conflict of its own where there are two.
     assert (expected in found) if expected else (found <= ({"config-width"} if release.n_shared > 1 else set()))
+
+
+DEPTHS: dict[str, dict[str, Any]] = {
+    "LongCat-Flash": {"num_layers": LAYERS, "num_hidden_layers": LAYERS},
+    "Nemotron-H": {"num_hidden_layers": LAYERS, "layers_block_type": ["moe", "moe"]},
+}
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
+def test_the_depth_and_the_input_of_experts_are_stated_under_the_names_that_loaders_know(release: Release) -> None:
+    family = next(f for f in FAMILIES if release.model_type in f.model_types or f.name == release.family)
+    depths = DEPTHS.get(release.family, {"num_hidden_layers": LAYERS})
+    rest = {k: v for k, v in config_of(replace(release, nested=False)).items() if k not in depths}
+    for key, value in depths.items():
+        assert [p.message for p in unstated(family, {**rest, key: value}, 1) if "layer" in p.message] == []
+    assert [p.message for p in unstated(family, rest, 1) if "layer" in p.message] == [f"there is no {' or '.join(depths)}"]
+    del rest["hidden_size"]
+    assert "there is no hidden_size" in [p.message for p in unstated(family, rest, 1)]
 
 
 MTP_KEYS = {"MiniMax-M3": "num_mtp_modules", "Qwen3.5": "mtp_num_hidden_layers"}

@@ -324,6 +324,16 @@ def test_hunyuans_dense_layers_are_built_from_the_same_key() -> None:
     assert "model.layers.2.mlp" in e.value.problems[0].message
 
 
+def test_a_dense_layer_with_a_key_of_its_own_is_no_obstacle() -> None:
+    """Cohere2-MoE: transformers 5.24 cohere2_moe:353 builds dense layers from ``prefix_dense_intermediate_size``, where it is."""
+    model = next(m for m in MODELS if m.model_type == "cohere2_moe")
+    tensors = model.tensors() | expert("model.layers.2.mlp", "bf16", WIDTH, HIDDEN, PROJ)
+    config = placed(model, {**model.config, **model.stated(WIDTH), "num_hidden_layers": 3, "first_k_dense_replace": 0}, "flat")
+    config["mlp_layer_types"] = ["sparse", "sparse", "dense"]
+    assert "width of dense layers too" in refused(config, tensors)[0].message
+    assert plan(config | {"prefix_dense_intermediate_size": WIDTH}, tensors).rewritten
+
+
 def test_minimax_m3_is_built_by_two_rules_that_must_agree() -> None:
     model = next(m for m in MODELS if m.model_type == "minimax_m3")
     for change in ({"shared_intermediate_size": WIDTH}, {"n_shared_experts": 1}):
