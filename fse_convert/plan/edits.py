@@ -16,6 +16,9 @@ from fse_convert.sidecar.manifest import ConfigEdit
 WIDTH_NAMES = tuple(dict.fromkeys(w.key for f in FAMILIES for w in f.widths))
 """Names that some family or other has for the width of experts."""
 
+PARAMS = "params.json"
+"""Mistral's own config (vLLM 0.33 transformers_utils/config.py:890-898, configs/mistral.py:286-302)."""
+
 
 def config_edits(checkpoint: Checkpoint, description: Description, old: LaunchWidths, new: LaunchWidths) -> tuple[ConfigEdit, ...]:
     """Return the edit of every key from which a loader builds experts; a list, one width per layer, stays a list.
@@ -30,6 +33,9 @@ def config_edits(checkpoint: Checkpoint, description: Description, old: LaunchWi
     if blocks := family.per_layer(config):
         message = f"{blocks} states the widths of experts layer by layer, where padding does not edit them"
         problems.append(Problem("config-key", message, "config.json"))
+    if PARAMS in checkpoint.others and any(shard.name.startswith("consolidated") for shard in checkpoint.shards):
+        message = "vLLM reads this file and not config.json where shards are called consolidated, and padding does not edit it"
+        problems.append(Problem("config-key", message, PARAMS, f"pad a copy without {PARAMS}: vLLM then reads config.json"))
     for width in family.widths:
         was, will = (width.of(w.routed, w.shared, description.n_shared) for w in (old, new))
         stated = list(family.stated(config, width.key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
@@ -228,6 +228,26 @@ def test_the_other_keys_may_be_missing_where_loaders_then_read_the_first(model: 
             assert {"config-key", "config-width"} & {p.code for p in refused(config, model.tensors(), model.options)}
         else:
             assert {e.key for e in plan(config, model.tensors(), model.options).decision.config_edits} == stated.keys()
+
+
+@pytest.mark.parametrize(
+    ("shard", "beside", "fine"),
+    [
+        ("consolidated-00001-of-00002.safetensors", ("params.json",), False),
+        ("consolidated-00001-of-00002.safetensors", (), True),
+        ("model.safetensors", ("params.json",), True),
+    ],
+)
+def test_mistrals_own_config_would_keep_the_old_width(shard: str, beside: tuple[str, ...], fine: bool) -> None:
+    model = next(m for m in MODELS if m.model_type == "mistral_large4")
+    made = checkpoint(placed(model, {**model.config, **model.stated(WIDTH)}, "flat"), model.tensors())
+    made = replace(made, others=beside, shards=tuple(replace(s, name=shard) for s in made.shards))
+    if fine:
+        assert make_plan(describe_source(made), KERNEL).decision.config_edits
+        return
+    with pytest.raises(NotConvertible) as e:
+        make_plan(describe_source(made), KERNEL)
+    assert [(p.code, p.where) for p in e.value.problems] == [("config-key", "params.json")]
 
 
 def test_a_list_of_blocks_that_states_widths_is_not_edited() -> None:
