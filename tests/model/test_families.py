@@ -669,3 +669,24 @@ def test_step3_has_a_shared_expert_beside_its_stacked_ones() -> None:
     assert [d.layer.name for d in found.layers] == [f"model.layers.{i}.moe" for i in range(LAYERS)]
     assert all(d.shared and d.shared.width == WIDTH for d in found.layers)
     assert [c.message.partition(" is ")[0] for c in found.conflicts] == ["text_config.share_expert_dim"]
+
+
+SIZED = {
+    "llama4_text": ("hidden_size", "num_hidden_layers", "intermediate_size", "num_local_experts"),
+    "step3p5": ("hidden_size", "num_hidden_layers", "moe_intermediate_size", "moe_num_experts"),
+    "step3_text": ("hidden_size", "num_hidden_layers", "moe_intermediate_size", "moe_num_experts"),
+    "inkling_text": ("hidden_size", "num_hidden_layers", "moe_intermediate_size", "n_routed_experts"),
+    "muse_spark_text": ("moe_hidden_size", "num_hidden_layers", "moe_intermediate_size", "num_local_experts"),
+}
+"""Keys that size models whose experts are in one tensor."""
+
+
+@pytest.mark.parametrize("model_type", SIZED)
+def test_a_model_of_stacked_experts_lacks_each_key_that_sizes_it(model_type: str) -> None:
+    family = find_family({"model_type": model_type})
+    assert family is not None
+    config = dict.fromkeys(SIZED[model_type], 4)
+    assert list(unstated(family, config, 0)) == []
+    for key in config:
+        (problem,) = unstated(family, {k: v for k, v in config.items() if k != key}, 0)
+        assert key in problem.message.removeprefix("there is no ").split(" or ")
