@@ -18,7 +18,7 @@ from fse_convert.checkpoint.folder import Folder
 from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.checkpoint.names import CONFIG, INDEX
 from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.model.description import Description, ExpertGroup
 from fse_convert.model.family import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
