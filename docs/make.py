@@ -128,7 +128,7 @@ def _padding(family: Family) -> str:
         decided = decide(describe_source(checkpoint(*example_of(family))), Options(None, tp=512))
     except FseConvertError as e:
         return f"no: `{e.problems[0].code}`"
-    return "yes" if decided.main_width > decided.source_width else "no"
+    return "yes" if decided.pads else "no"
 
 
 def _paths(family: Family) -> Iterator[str]:

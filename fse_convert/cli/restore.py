@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import click
@@ -34,6 +33,7 @@ def restore(out: Path, original: Path, link: Link, *, strict: bool, log: Log, as
     --drop-originals left it out. What was added or edited once OUT was published, and no server reads (.gitattributes,
     README.md, licences, pictures), comes as it is now, and is named.
     """
+    from fse_convert.plan.commands import inspection_command
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_restored
     from fse_convert.report.records import dump, restoration_record
@@ -46,4 +46,4 @@ def restore(out: Path, original: Path, link: Link, *, strict: bool, log: Log, as
         click.echo(dump(restoration_record(result)))
     else:
         print_restored(result, original)
-    log.done(shlex.join(["fse-convert", "inspect", str(original)]))
+    log.done(inspection_command(str(original), job.checkpoint.config, job.manifest.model.family))

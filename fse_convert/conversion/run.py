@@ -111,10 +111,10 @@ class Conversion:
         self._log_plan()
 
     def _log_plan(self) -> None:
-        plan, decision, family = self.plan, self.plan.decision, self.plan.source.description.family
+        plan, decision = self.plan, self.plan.decision
         logger.info(
             "planned: %s, %d tensors in %d shards, %d of them rewritten, width %d -> %d, %d of %d layers fit %s",
-            family.name if family else "no known family",
+            plan.source.description.family_name or "no known family",
             len(plan.source.checkpoint.tensors),
             len(plan.shards),
             sum(not s.carried for s in plan.shards),

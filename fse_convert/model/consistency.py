@@ -59,7 +59,7 @@ def _number_conflicts(
     shown: list[tuple[str, tuple[str | None, ...], int | None, str]] = [
         ("config-conflict", (family.mtp_key,), len(layers) - len(decoder) or None, "MTP layers"),
         ("config-experts", family.n_routed_keys, count, "routed experts per decoder layer"),
-        ("config-hidden", ("hidden_size",), hidden, f"as the input of the {whose} experts"),
+        ("config-hidden", (family.hidden_key,), hidden, f"as the input of the {whose} experts"),
         *(("config-width", (w.key,), w.of(routed, shared, 1), f"as the width of {w.share.value}") for w in whole),
     ]
     for code, keys, actual, what in shown:
@@ -82,7 +82,7 @@ def unstated(family: Family, config: Mapping[str, Any], n_shared: int) -> Iterat
     """Find sizes of the model that config.json does not state as integers: loaders take a default of their own, or raise."""
     widths = tuple(w.key for w in family.widths if w.share is Share.ROUTED and not w.optional)
     shared = family.n_shared_keys if n_shared else ()
-    for keys in (("hidden_size",), family.depth_keys, widths, family.n_routed_keys, shared):
+    for keys in ((family.hidden_key,), family.depth_keys, widths, family.n_routed_keys, shared):
         found = list(family.stated(config, *keys))
         if keys and not found:
             yield Problem("config-unstated", f"there is no {' or '.join(keys)}", "config.json", "state what the tensors have")
@@ -196,6 +196,8 @@ def gaps(family: Family, config: Mapping[str, Any], layers: Sequence[MoELayer]) 
     shows only beside the other layers and the config. The config is believed where the tensors bear it out somewhere, never
     against all of them.
     """
+    if family.per_layer(config):
+        return  # every layer has a number of experts of its own, perhaps none
     decoder = [m for m in layers if m.kind is LayerKind.DECODER]
     missing = sorted(expected_layers(family, config, decoder) - {m.index for m in decoder})
     if missing:

@@ -89,6 +89,11 @@ class Description:
     like: str = ""
 
     @property
+    def family_name(self) -> str:
+        """The name of its family; empty where no row knows it."""
+        return self.family.name if self.family else ""
+
+    @property
     def problems(self) -> tuple[Problem, ...]:
         """Problems of all layers, in layer order, what is missing between them, and what is outside of them."""
         return (*(p for layer in self.layers for p in layer.problems), *self.gaps, *self.outside)

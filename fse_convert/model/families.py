@@ -16,11 +16,12 @@ from fse_convert.model.family import SECTIONS, Family, place
 
 FAMILIES: tuple[Family, ...] = (*SHARED, *ROUTED_ONLY)
 RUN = frozenset({
-    "afmoe", "axk1", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
-    "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite",
-    "glm4v_moe", "glm5_next", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1", "laguna",
-    "lfm2_moe", "longcat_flash", "mellum", "minimax", "minimax_m2", "mistral_large4", "mixtral", "nemotron_h", "olmoe",
-    "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "solar_open",
+    "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe",
+    "glm4_moe_lite", "glm4v_moe", "glm5_next", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1",
+    "laguna", "lfm2_moe", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "mistral_large4", "mixtral",
+    "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text",
+    "sarvam_mla", "sarvam_moe", "solar_open",
 })  # fmt: skip
 """Model types of which transformers 5.24 has built source and padded output, with equal logits (tests/test_transformers.py).
 

@@ -86,6 +86,55 @@ ROUTED_ONLY: tuple[Family, ...] = (
     ),
     replace(
         QWEN3_MOE,
+        name="Beam",
+        model_types=("beam",),
+        source="vLLM 0.33 models/beam/nvidia/model.py:101-113; SGLang 0.5.23 models/beam.py:334-345; transformers 5.24 beam",
+        n_routed_keys=("num_experts",),
+        sparse=None,
+    ),
+    replace(
+        QWEN3_MOE,
+        name="Intern-S1-Pro",
+        model_types=("interns1_pro", "interns1_pro_text"),
+        source="vLLM 0.33 model_executor/models/interns1_pro.py:149-178, 410-424, 627;"
+        " SGLang 0.5.23 models/interns1pro.py (Qwen3-MoE's layers)",
+        n_routed_keys=("num_experts",),
+    ),
+    replace(
+        QWEN3_MOE,
+        name="Gemma 4",
+        model_types=("gemma4", "gemma4_text"),
+        source="vLLM 0.33 model_executor/models/gemma4.py:636-653 (beside a dense MLP that every token passes);"
+        " SGLang 0.5.23 models/gemma4_causal.py:287, 1268-1290 (both ways of storing them)",
+        block="",
+        widths=(MOE, Width("expert_intermediate_size")),
+        n_routed_keys=("num_experts",),
+        sparse=None,
+    ),
+    replace(
+        QWEN3_MOE,
+        name="Muse Spark",
+        model_types=("muse_spark", "muse_spark_text"),
+        stacked=True,
+        source="vLLM 0.33 models/muse_spark/nvidia/model.py:390-488, 598; SGLang 0.5.23 models/muse_spark.py:475-509;"
+        " transformers 5.24 muse_spark (experts work on moe_hidden_size)",
+        n_routed_keys=("num_local_experts",),
+        hidden_key="moe_hidden_size",
+        sparse=None,
+    ),
+    replace(
+        QWEN3_MOE,
+        name="Inkling",
+        model_types=("inkling_model", "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
+        stacked=True,
+        # Its shared "sink" experts have weights from the router, so no server can run them as one more expert of weight 1.
+        source="vLLM 0.33 models/inkling/nvidia/moe.py:6-17, 280-309, 421-470, configs.py:85-96; transformers 5.24 inkling",
+        layers=r"model\.llm\.layers",
+        n_routed_keys=("n_routed_experts",),
+        sparse=None,
+    ),
+    replace(
+        QWEN3_MOE,
         name="Jamba",
         model_types=("jamba",),
         source="vLLM 0.33 model_executor/models/jamba.py; transformers 5.24 jamba (dense layers have the same width)",

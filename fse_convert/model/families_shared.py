@@ -23,7 +23,8 @@ from fse_convert.model.family import (
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
     model_types=("deepseek_v4", "deepseek_v4_text"),
-    source="vLLM 0.33 models/deepseek_v4/nvidia/model.py; transformers 5.24 deepseek_v4 (intermediate_size, where it is, wins)",
+    source="vLLM 0.33 models/deepseek_v4/nvidia/model.py; SGLang 0.5.23 models/deepseek_v4_dspark.py;"
+    " transformers 5.24 deepseek_v4 (intermediate_size, where it is, wins)",
     layers=r"(?:model\.)?layers",  # transformers 5.24 saves them under `model.`
     mtp="mtp",
     block="ffn",
@@ -36,9 +37,9 @@ DEEPSEEK_V4 = Family(
 
 DEEPSEEK_V3 = Family(
     name="DeepSeek-V3",
-    model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32"),
+    model_types=("deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
     source="vLLM 0.33 model_executor/models/deepseek_v2.py:362-380, models/deepseek_v32;"
-    " SGLang 0.5.23 models/deepseek_v2.py:758, 870",
+    " SGLang 0.5.23 models/deepseek_v2.py:758, 870, deepseek.py:136-160",
 )
 
 QWEN3_NEXT = Family(
@@ -70,14 +71,23 @@ SHARED: tuple[Family, ...] = (
     replace(
         DEEPSEEK_V4,
         model_types=("deepseek_v41", "deepseek_v41_text"),
-        source="vLLM 0.33 models/deepseek_v41/nvidia/model.py, transformers_utils/configs/deepseek_v41.py",
+        source="vLLM 0.33 models/deepseek_v41/nvidia/model.py, models/deepseek_v4/nvidia/model.py, configs/deepseek_v41.py",
         widths=(MOE,),
     ),
     DEEPSEEK_V3,
+    replace(
+        DEEPSEEK_V3,
+        name="DeepSeek-VL2",
+        model_types=("deepseek_vl_v2", "deepseek_ocr2", "unlimited-ocr", "unlimited_ocr"),
+        source="vLLM 0.33 model_executor/models/deepseek_vl2.py:349, deepseek_ocr.py:366;"
+        " SGLang 0.5.23 configs/deepseekvl2.py:675, deepseek_ocr.py:928; transformers 5.24 unlimited_ocr, deepseek_ocr2",
+        layers=r"(?:language\.)?model\.(?:language_model\.)?layers",
+        mtp_key=None,
+    ),
     Family(
         name="Kimi-K2",
-        model_types=("kimi_k2", "kimi_k25"),
-        source="vLLM 0.33 model_executor/models/kimi_k25.py (DeepSeek-V3 layout)",
+        model_types=("kimi_k2", "kimi_k25", "kimi_vl"),
+        source="vLLM 0.33 model_executor/models/kimi_k25.py, kimi_vl.py, which build deepseek_v2.py",
     ),
     Family(
         name="GLM-4-MoE",
@@ -115,6 +125,7 @@ SHARED: tuple[Family, ...] = (
         readings=(Width(EITHER.key, Share.ONE_SHARED),),  # of vLLM and SGLang, where transformers reads the key above
         n_routed_keys=("num_local_experts",),
         mtp_key="num_mtp_modules",
+        sparse=Sparse(step="moe_layer_freq"),
     ),
     Family(
         name="Kimi-Linear",
@@ -139,15 +150,16 @@ SHARED: tuple[Family, ...] = (
     replace(
         QWEN3_NEXT,
         name="Qwen3.5",
-        model_types=("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"),
-        source="vLLM 0.33 model_executor/models/qwen3_5.py, qwen3_5_mtp.py, models/qwen4_exp",
+        model_types=("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "intern_s2_preview"),
+        source="vLLM 0.33 model_executor/models/qwen3_5.py, qwen3_5_mtp.py, interns2_preview.py, models/qwen4_exp",
         mtp_key="mtp_num_hidden_layers",
     ),
     replace(
         QWEN3_NEXT,
         name="Alice AI",
         model_types=("alice_ai",),
-        source="vLLM 0.33 model_executor/models/alice_ai.py:208-289",
+        source="vLLM 0.33 model_executor/models/alice_ai.py:208-289, 352",
+        sparse=EVERY_LAYER,
     ),
     Family(
         name="Ernie-4.5",
@@ -177,6 +189,7 @@ SHARED: tuple[Family, ...] = (
         model_types=("hunyuan_v1_moe",),
         source="transformers 5.24 hunyuan_v1_moe:71, 253 (intermediate_size); SGLang 0.5.23 models/hunyuan.py:142-180 (both keys)",
         widths=(Width("intermediate_size", assumed=DEFAULT, dense=True), Width("moe_intermediate_size")),
+        readings=(Width("intermediate_size", Share.SHARED),),  # of transformers, whatever num_shared_expert says
         shared="shared_mlp",
         n_routed_keys=("num_experts",),
         n_shared_keys=("num_shared_expert",),
@@ -230,8 +243,11 @@ SHARED: tuple[Family, ...] = (
         LING,
         name="Sarvam",
         model_types=("sarvam_moe", "sarvam_mla"),
-        source="vLLM 0.33 model_executor/models/sarvam.py:332-355; SGLang 0.5.23 models/sarvam_moe.py:281-307 (reads no own width)",
+        source="vLLM 0.33 model_executor/models/sarvam.py:332-355; SGLang 0.5.23 models/sarvam_moe.py:281-307 (reads no own width);"
+        " transformers 5.24 sarvam_moe, sarvam_mla (other names of the numbers of experts)",
         readings=(Width(MOE.key, Share.ONE_SHARED),),
+        n_routed_keys=("num_experts", "n_routed_experts"),
+        n_shared_keys=("num_shared_experts", "n_shared_experts"),
     ),
     replace(
         LING,
@@ -242,12 +258,11 @@ SHARED: tuple[Family, ...] = (
     ),
     Family(
         name="Nemotron-H",
-        model_types=("nemotron_h",),  # nemotron_h_puzzle has widths of its own per layer
+        model_types=("nemotron_h", "nemotron_h_puzzle", "nemotron_h_omni"),
         source="vLLM 0.33 model_executor/models/nemotron_h.py:150-234, nemotron_h_mtp.py:247;"
-        " SGLang 0.5.23 models/nemotron_h.py:258-311;"
-        " transformers 5.24 nemotron_h:666, 733",
-        layers=r"backbone\.layers",
-        mtp=r"mtp\.layers",
+        " SGLang 0.5.23 models/nemotron_h.py:258-311, configs/nemotron_h.py:540; transformers 5.24 nemotron_h:666, 733",
+        layers=r"(?:language_model\.)?backbone\.layers",
+        mtp=r"(?:language_model\.)?mtp\.layers",
         block="mixer",
         routed_names=UNGATED,
         shared_names=UNGATED,
@@ -261,16 +276,14 @@ SHARED: tuple[Family, ...] = (
         NUMBERED,
         name="EXAONE-MoE",
         model_types=("exaone_moe",),
-        source="vLLM 0.33 model_executor/models/exaone_moe.py:81-135;"
-        " SGLang 0.5.23 models/exaone_moe.py:165; transformers 5.24:277, 319",
+        source="vLLM 0.33 model_executor/models/exaone_moe.py:81-135; SGLang 0.5.23 exaone_moe.py:165; transformers 5.24:277, 319",
         mtp=r"mtp\.layers",
     ),
     replace(
         NUMBERED,
         name="AFMoE",
         model_types=("afmoe",),
-        source="vLLM 0.33 model_executor/models/afmoe.py:76-126, 310;"
-        " SGLang 0.5.23 models/afmoe.py:198; transformers 5.24 afmoe:165, 209",
+        source="vLLM 0.33 model_executor/models/afmoe.py:76-126, 310; SGLang 0.5.23 afmoe.py:198; transformers 5.24:165, 209",
         mtp_key=None,
         sparse=Sparse(first="num_dense_layers"),
     ),
@@ -287,8 +300,7 @@ SHARED: tuple[Family, ...] = (
         QWEN3_NEXT,
         name="Qwen2-MoE",
         model_types=("qwen2_moe",),
-        source="vLLM 0.33 model_executor/models/qwen2_moe.py:144-175;"
-        " SGLang 0.5.23 models/qwen2_moe.py:333; transformers 5.24:279, 337",
+        source="vLLM 0.33 model_executor/models/qwen2_moe.py:144-175; SGLang 0.5.23 qwen2_moe.py:333; transformers 5.24:279, 337",
         mtp=None,
         mtp_key=None,
     ),
@@ -296,8 +308,7 @@ SHARED: tuple[Family, ...] = (
         QWEN3_NEXT,
         name="Laguna",
         model_types=("laguna",),
-        source="vLLM 0.33 model_executor/models/laguna.py:143-219;"
-        " SGLang 0.5.23 models/laguna.py:159; transformers 5.24 laguna:186, 223",
+        source="vLLM 0.33 model_executor/models/laguna.py:143-219; SGLang 0.5.23 laguna.py:159; transformers 5.24:186, 223",
         mtp=None,
         mtp_key=None,
         gated=False,
@@ -365,6 +376,21 @@ SHARED: tuple[Family, ...] = (
         " transformers 5.24 cohere2_moe:109, 179, 353",
         widths=(replace(EITHER, dense=True, dense_key="prefix_dense_intermediate_size"),),
         mtp_key=None,
+    ),
+    Family(
+        name="Step-3",
+        model_types=("step3_text", "step3_vl"),
+        stacked=True,
+        source="vLLM 0.33 model_executor/models/step3_text.py:72-83, 260, 423-487, transformers_utils/configs/step3_vl.py:57;"
+        " SGLang 0.5.23 models/step3_vl.py:139, 354",
+        block="moe",
+        shared="share_expert",
+        beside=True,
+        widths=(MOE, Width("share_expert_dim", Share.SHARED, assumed="5120 (vLLM 0.33)")),
+        n_routed_keys=("moe_num_experts",),
+        n_shared_keys=(),
+        mtp_key=None,
+        sparse=None,
     ),
     replace(
         NUMBERED,

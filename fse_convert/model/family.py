@@ -81,8 +81,8 @@ class Width:
 DEFAULT = "a default of their own"
 MOE = Width("moe_intermediate_size", assumed=DEFAULT)
 EITHER = Width("intermediate_size", assumed=DEFAULT)
-SECTIONS = ("", "text_config")
-"""Where config.json keeps the text model's keys: at the top level, or nested."""
+SECTIONS = ("", "text_config", "language_config", "llm_config")
+"""Where config.json keeps the text model's keys: at the top level, or nested (vLLM 0.33 transformers_utils/config.py:196)."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class Family:
     ``shared``: the module of the shared experts, empty in a family that has none; ``beside``: it stands beside the block, not
     inside it. ``widths``: the keys that state how wide experts are; ``readings``: other readings of those keys by some loader,
     which must come to the same. ``depth_keys``, ``n_routed_keys``, ``n_shared_keys``: the names of the number of decoder layers and
-    of either kind of experts (without a name for shared experts there is one); ``per_modality``: as a list it has a part per
-    modality. ``stacked``: its releases hold all experts of a layer in one tensor. ``gated``: a gate of its own scales the shared
-    expert's output. ``sparse``: which layers have experts, None where that is not known. ``mtp_routed_key``: routed experts of MTP
-    layers, where they have a key of their own.
+    of either kind of experts (without a name for shared experts there is one); ``hidden_key``: the length of the experts' input;
+    ``per_modality``: as a list it has a part per modality. ``stacked``: its releases hold all experts of a layer in one tensor.
+    ``gated``: a gate of its own scales the shared expert's output. ``sparse``: which layers have experts, None where that is not
+    known. ``mtp_routed_key``: routed experts of MTP layers, where they have a key of their own.
     """
 
     name: str
@@ -130,6 +130,7 @@ class Family:
     depth_keys: tuple[str, ...] = ("num_hidden_layers",)
     n_routed_keys: tuple[str, ...] = ("n_routed_experts",)
     n_shared_keys: tuple[str, ...] = ("n_shared_experts",)
+    hidden_key: str = "hidden_size"
     per_modality: bool = False
     stacked: bool = False
     mtp_key: str | None = "num_nextn_predict_layers"
@@ -168,6 +169,12 @@ class Family:
     def number(self, config: Mapping[str, Any], *keys: str | None) -> int | None:
         """Read an integer under any of its names; None when absent or not an integer."""
         return next((s.number for s in self.stated(config, *keys)), None)
+
+    def per_layer(self, config: Mapping[str, Any]) -> str:
+        """Name a list that states widths layer by layer (``block_configs`` of Nemotron-H puzzles); empty where there is none."""
+        keys = {w.key for w in self.widths}
+        lists = ((key, v) for name in SECTIONS for key, v in place(config, name).items() if isinstance(v, list))
+        return next((key for key, v in lists if any(isinstance(block, Mapping) and keys & block.keys() for block in v)), "")
 
     def shared_count(self, config: Mapping[str, Any]) -> int:
         """Return the number of shared experts per layer: 0 where the key is null, one where the config does not say."""

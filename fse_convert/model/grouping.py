@@ -31,8 +31,8 @@ MTP_TENSOR = re.compile(r"(?P<layer>.+\.\d+)\.(?:enorm|hnorm|eh_proj|e_proj|h_pr
 """Tensors that only an MTP layer has, where it is numbered on from the decoder layers (vLLM 0.32, every ``*mtp.py``)."""
 MTP_MODULE = re.compile(r"(?:^|\.)mtp[._]")
 """Names of an MTP layer that has a prefix of its own; Ernie's begin with ``model.mtp_``."""
-ROUTER_TENSORS = frozenset({"e_score_correction_bias", "expert_bias"})
-"""Tensors of the router that some releases put under ``experts``."""
+BESIDE = frozenset({"e_score_correction_bias", "expert_bias", "post_expert_norm"})
+"""Tensors under ``experts`` that are none of theirs: of the router, and a norm of their outputs (Muse Spark)."""
 STACKED = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w[123])(?:_|\.|$)")
 """Names, below ``experts``, of a tensor that holds all experts of a layer."""
 
@@ -174,7 +174,7 @@ class _Grouper:
         first = tail.partition(".")[0]
         if STACKED.match(tail) or (len(info.shape) > 2 and not first.isdecimal()):
             block.stacked.append(info)
-        elif first not in ROUTER_TENSORS:
+        elif first not in BESIDE:
             block.unknown.append(info.name)
 
     def _other(self, name: str, info: TensorInfo) -> None:

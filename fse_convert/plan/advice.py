@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fse_convert.model.moe import LayerKind
+from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.servers.judge import Answer, Question
 from fse_convert.servers.naming import Named
@@ -27,13 +27,13 @@ Plans = Callable[[Options], Decision | None]
 class Gain:
     """What padding changes, by engine and release: what would fuse, and what would at least run MegaMoE.
 
-    ``target`` is what to convert for, a contract where its width is enough; ``unfused``: whether some layers must pass unfused.
+    ``target`` is what to convert for, a contract where its width is enough; ``options``: of that conversion.
     """
 
     target: Target
     fuses: tuple[Target, ...]
     runs: tuple[Target, ...]
-    unfused: bool
+    options: Options
 
     @property
     def contract(self) -> str:
@@ -79,23 +79,11 @@ def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int
         sentences.append(_padding_sentence(gain, rows, only=bool(fused)))
     return Advice(
         sentences=tuple(sentences),
-        command=_command(gain, tp, place) if gain else "",
+        command=conversion_command(checkpoint, place, gain.options) if gain else "",
         gain=gain,
         fuses=tuple(t for t in rows if t in fused or (gain and t in gain.fuses)),
         runs=tuple(t for t in rows if t in running or (gain and t in gain.fuses + gain.runs)),
     )
-
-
-def _command(gain: Gain, tp: int, place: str) -> str:
-    return conversion_command(place, gain.target.name, *[f"--tp {tp}"] * (tp > 1), *["--allow-unfused"] * gain.unfused)
-
-
-def conversion_command(place: str, target: str, *options: str) -> str:
-    """Return the command that converts a checkpoint into a new folder of the working directory, named like both."""
-    name = place.rstrip("/").rpartition("/")[2].strip(".")
-    name = name.partition("@")[0] if place.startswith("hf://") else name
-    out = f"{name}-{target}" if name else target
-    return " ".join(["fse-convert", shlex.quote(place), shlex.quote(out), "--target", target, *options])
 
 
 def said_of(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
@@ -151,7 +139,7 @@ def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp
     for target in rows:
         before = native[target.name].model
         decided = None if before.fused else plans(Options(target, tp=tp, allow_unfused=True))
-        if decided is None or decided.width == decided.source_width:
+        if decided is None or decided.at_kernel == decided.at_source:
             continue
         after = decided.server
         if after.fused:
@@ -173,9 +161,10 @@ def _conversion(
     widest = max(named, key=lambda t: widths[t.name])
     for target in (contract or widest, widest):
         for unfused in (False, True):
-            decided = plans(Options(target, tp=tp, allow_unfused=unfused))
+            options = Options(target, tp=tp, allow_unfused=unfused)
+            decided = plans(options)
             if decided and decided.width >= widths[widest.name]:
-                return Gain(target, fuses, runs, unfused)
+                return Gain(target, fuses, runs, options)
     return None
 
 

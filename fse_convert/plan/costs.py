@@ -7,16 +7,15 @@ scale byte per 32 columns of every row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from fse_convert.checkpoint.header import BITS
-from fse_convert.layout.sizes import ceil_div
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.model.formats import Format
 from fse_convert.model.moe import LayerKind, Projection, Role
-from fse_convert.servers.native import KERNEL_GROUP
+from fse_convert.servers.native import KERNEL_GROUP, LaunchWidths
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +101,8 @@ class Costs:
         return self.shared_kernel / self.serving.tp
 
 
-def costs(description: Description, serving: Serving, widths: dict[str, int]) -> Costs:
-    """Work out all figures. ``widths``: of one expert by kernel contract, as `needed_width` gives them."""
+def costs(description: Description, serving: Serving, widths: Mapping[str, LaunchWidths]) -> Costs:
+    """Work out all figures. ``widths``: by kernel contract, as `needed_widths` gives them."""
     decoder = [d for d in description.layers if d.layer.kind is LayerKind.DECODER]
     return Costs(
         serving=serving,
@@ -113,9 +112,7 @@ def costs(description: Description, serving: Serving, widths: dict[str, int]) ->
         shared_kernel=kernel_shared(decoder),
         duplicates=_duplicates(decoder, serving),
         paddings={
-            contract: padding(description, width)
-            for contract, width in widths.items()
-            if len(description.widths) == 1 and width != description.widths[0]
+            contract: padding(description, width) for contract, width in widths.items() if width.routed != description.widths[0]
         },
     )
 
@@ -138,12 +135,11 @@ def stored(layers: Iterable[LayerDescription]) -> Stored:
     return Stored(routed, shared)
 
 
-def padding(description: Description, new_width: int) -> Padding:
-    """Work out what padding every expert to a width of ``new_width`` adds; the shared MLP keeps its multiple of it."""
-    width = description.widths[0]
-    grown = {kind: [_grown(d, width, new_width) for d in description.layers if d.layer.kind is kind] for kind in LayerKind}
+def padding(description: Description, new: LaunchWidths) -> Padding:
+    """Work out what padding every expert to ``new`` widths adds."""
+    grown = {kind: [_grown(d, new) for d in description.layers if d.layer.kind is kind] for kind in LayerKind}
     total = {kind: Stored(sum(g.routed for g in each), sum(g.shared for g in each)) for kind, each in grown.items()}
-    return Padding(width, new_width, total[LayerKind.DECODER], total[LayerKind.MTP])
+    return Padding(description.widths[0], new.routed, total[LayerKind.DECODER], total[LayerKind.MTP])
 
 
 def kernel_shared(layers: Iterable[LayerDescription]) -> int:
@@ -156,9 +152,9 @@ def _nbytes(projections: Iterable[Projection]) -> int:
     return sum(t.nbytes for p in projections for t in p.parts.values())
 
 
-def _grown(d: LayerDescription, width: int, new_width: int) -> Stored:
-    routed = len(d.layer.routed) * _growth(d.routed, new_width) if d.routed else 0
-    shared = _growth(d.shared, ceil_div(d.shared.width, width) * new_width) if d.shared else 0
+def _grown(d: LayerDescription, new: LaunchWidths) -> Stored:
+    routed = len(d.layer.routed) * _growth(d.routed, new.routed) if d.routed else 0
+    shared = _growth(d.shared, new.shared) if d.shared else 0
     return Stored(routed, shared)
 
 

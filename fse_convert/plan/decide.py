@@ -10,12 +10,12 @@ from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem, folde
 from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import conversion_command
 from fse_convert.plan.changes.search import FITS, Candidates, Changes, choose, misfit
+from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import Decision, Experts, LayerVerdict, Options
 from fse_convert.plan.source import Source
-from fse_convert.plan.widths import needed_width, stored_widths
+from fse_convert.plan.widths import needed_widths, stored_widths
 from fse_convert.servers.judge import answer, native_layer
 from fse_convert.servers.native import LaunchWidths, kernel_verdict
 from fse_convert.servers.scales import INEXACT, Scales, with_scales
@@ -56,24 +56,23 @@ def _decide_after(after: Source, changes: Changes, options: Options) -> Decision
     """Decide about a source as it is after some changes of format."""
     description = after.description
     _check_understood(after.checkpoint, description, options)
-    source_width, n_shared = stored_widths(description)
-    width = needed_width(after.subject, options, source_width, n_shared)
-    main = width if options.experts is Experts.ALL else source_width
-    at_kernel, at_main, at_source = (LaunchWidths(w, n_shared * w) for w in (width, main, source_width))
-    if main != source_width and any(change.tensors for change in changes):
-        message = f"one conversion cannot change a format and pad {source_width} to {main}, and an output is not converted again"
+    at_source = stored_widths(description)
+    at_kernel = needed_widths(after.subject, options, at_source)
+    at_main = at_kernel if options.experts is Experts.ALL else at_source
+    if at_main != at_source and any(change.tensors for change in changes):
+        widths = f"{at_source.routed} to {at_main.routed}"
+        message = f"one conversion cannot change a format and pad {widths}, and an output is not converted again"
         raise NotConvertible(Problem("changes-combined", message, "--tp", f"choose one of them: {_unpadded(after, options)}"))
     verdicts, server = _verdicts(after, options, at_kernel, at_main)
     edits: tuple[ConfigEdit, ...] = ()
-    if main != source_width:
+    if at_main != at_source:
         edits = config_edits(after.checkpoint, description, at_source, at_main)
     return Decision(
         changes=changes,
         after=after,
-        n_shared=n_shared,
-        source_width=source_width,
-        main_width=main,
-        width=width,
+        at_source=at_source,
+        at_main=at_main,
+        at_kernel=at_kernel,
         verdicts=verdicts,
         server=server,
         config_edits=edits,
@@ -114,8 +113,9 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
         if misfit(with_loss) <= FITS:
             does = " and ".join(change.does for change in with_loss.changes)
             message = f"{title} fuses this checkpoint only after a change that loses precision: {does}"
-            place = candidates.source.checkpoint.folder.label
-            return [Problem("lossy", message, "--target", f"{conversion_command(place, title, '--lossy')} permits it")]
+            source = candidates.source
+            command = conversion_command(source.subject, source.checkpoint.folder.label, lossy)
+            return [Problem("lossy", message, "--target", f"{command} permits it")]
     reasons = [Problem(r.code, r.message, hint=r.hint) for r in decision.server.reasons]
     unfit = [change for change in candidates.recodings() if isinstance(change, Problem)]
     message = f"no change of format that is known makes {title} fuse this checkpoint"
@@ -124,9 +124,9 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
 
 def _unpadded(source: Source, options: Options) -> str:
     """Say at which tensor-parallel size a change of format needs no padding."""
-    width, n_shared = stored_widths(source.description)
+    widths = stored_widths(source.description)
     sizes = (tp for tp in range(options.tp - 1, 0, -1) if options.tp % tp == 0)
-    fits = (tp for tp in sizes if needed_width(source.subject, replace(options, tp=tp), width, n_shared) == width)
+    fits = (tp for tp in sizes if needed_widths(source.subject, replace(options, tp=tp), widths) == widths)
     return f"--tp {next(fits, 1)} needs no padding"
 
 

@@ -16,6 +16,9 @@ from fse_convert.sidecar.manifest import ConfigEdit
 WIDTH_NAMES = tuple(dict.fromkeys(w.key for f in FAMILIES for w in f.widths))
 """Names that some family or other has for the width of experts."""
 
+PARAMS = "params.json"
+"""Mistral's own config (vLLM 0.33 transformers_utils/config.py:890-898, configs/mistral.py:286-302)."""
+
 
 def config_edits(checkpoint: Checkpoint, description: Description, old: LaunchWidths, new: LaunchWidths) -> tuple[ConfigEdit, ...]:
     """Return the edit of every key from which a loader builds experts; a list, one width per layer, stays a list.
@@ -27,6 +30,12 @@ def config_edits(checkpoint: Checkpoint, description: Description, old: LaunchWi
         return ()
     edits: list[ConfigEdit] = []
     problems: list[Problem] = []
+    if blocks := family.per_layer(config):
+        message = f"{blocks} states the widths of experts layer by layer, where padding does not edit them"
+        problems.append(Problem("config-key", message, "config.json"))
+    if PARAMS in checkpoint.others and any(shard.name.startswith("consolidated") for shard in checkpoint.shards):
+        message = "vLLM reads this file and not config.json where shards are called consolidated, and padding does not edit it"
+        problems.append(Problem("config-key", message, PARAMS, f"pad a copy without {PARAMS}: vLLM then reads config.json"))
     for width in family.widths:
         was, will = (width.of(w.routed, w.shared, description.n_shared) for w in (old, new))
         stated = list(family.stated(config, width.key))
@@ -63,15 +72,15 @@ def config_notes(plan: Plan) -> Iterator[Problem]:
     family, config = description.family, plan.source.checkpoint.config
     if family is None or not decision.config_edits:
         return
-    width, n_shared = decision.source_width, decision.n_shared
+    at = decision.at_source
     for w in family.widths:
         if w.optional and not any(family.stated(config, *(k.key for k in family.widths if k.share is w.share))):
             message = f"there is no {w.key}: a loader that assumes {w.assumed} would not load the padded experts"
-            hint = _add(w, w.of(width, n_shared * width, description.n_shared), description.section)
+            hint = _add(w, w.of(at.routed, at.shared, description.n_shared), description.section)
             yield Problem("config-default", message, "config.json", f"{hint}, and convert again")
     edited = {(e.section, e.key) for e in decision.config_edits}
     for s in family.stated(config, *WIDTH_NAMES):
-        if s.number in (width, n_shared * width) and (s.section, s.key) not in edited:
+        if s.number in (at.routed, at.shared) and (s.section, s.key) not in edited:
             message = f"{s.path} stays {s.number}: no loader that is known here builds experts of {family.name} from it"
             yield Problem("config-width-kept", message, "config.json")
 

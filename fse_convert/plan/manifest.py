@@ -13,7 +13,7 @@ from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.header import LENGTH_BYTES
 from fse_convert.checkpoint.names import CONFIG, INDEX
 from fse_convert.checkpoint.reader import Checkpoint
-from fse_convert.plan.plan import LayerVerdict, Options, Plan
+from fse_convert.plan.plan import Decision, LayerVerdict, Options, Plan
 from fse_convert.plan.tensors import Copied, Padded
 from fse_convert.servers.targets import Contract
 from fse_convert.servers.verdict import Reason
@@ -36,10 +36,11 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
         contract=_contract(contract) if contract else None,
         layout=record.Layout(name=LAYOUT, version=LAYOUT_VERSION, mma_types=list(MMA_TYPES)) if contract else None,
         model=record.Model(
-            family=description.family.name if description.family else "",
+            family=description.family_name,
             model_type=description.model_type,
             n_shared_experts=decision.n_shared,
             width=record.ExpertWidths(source=decision.source_width, main=decision.main_width, kernel=decision.width),
+            shared_width=_shared_width(decision) if decision.at_source.shared % decision.source_width else UNSET,
         ),
         config_edits=list(decision.config_edits),
         changes=[record.ChangeRecord(name=c.name, lossless=c.lossless) for c in decision.changes] or UNSET,
@@ -56,6 +57,11 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
         files=None,
         tensors=None,
     )
+
+
+def _shared_width(decision: Decision) -> record.ExpertWidths:
+    widths = (decision.at_source, decision.at_main, decision.at_kernel)
+    return record.ExpertWidths(**{name: w.shared for name, w in zip(("source", "main", "kernel"), widths, strict=True)})
 
 
 def _contract(contract: Contract) -> record.ContractRecord:

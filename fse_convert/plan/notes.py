@@ -8,10 +8,11 @@ from fse_convert.errors import Problem, size
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import TOPICS, releases, said_of
 from fse_convert.plan.changes.search import misfit
+from fse_convert.plan.commands import inspection_command
 from fse_convert.plan.costs import Serving, padding, uneven
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
-from fse_convert.plan.widths import needed_width
+from fse_convert.plan.widths import needed_widths
 from fse_convert.servers.judge import Question, answer, judge, native_layer
 from fse_convert.servers.targets import CONTRACT, MEGAMOE_128, TARGETS, Target, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole
@@ -32,7 +33,7 @@ def notes(plan: Plan) -> list[Problem]:
 def padding_cost(plan: Plan) -> str:
     """Say what padding costs: bytes on disk and per rank."""
     decision = plan.decision
-    cost = padding(plan.source.description, decision.width)
+    cost = padding(plan.source.description, decision.at_kernel)
     per_rank = f" and {size(cost.per_rank(Serving(ep=EXAMPLE_EP)))} per rank at EP {EXAMPLE_EP}"
     even = not uneven(plan.source.description, EXAMPLE_EP)
     return f"Padding {decision.source_width} to {decision.width} costs {size(cost.disk)} on disk{per_rank if even else ''}."
@@ -52,13 +53,13 @@ def _needless(plan: Plan) -> Problem | None:
     decision = plan.decision
     narrow = find_target(MEGAMOE_128.name)
     target, tp = plan.options.target, plan.options.tp
-    if decision.main_width == decision.source_width or narrow is None or not isinstance(target, Target):
+    if not decision.pads or narrow is None or not isinstance(target, Target):
         return None
-    narrowest = needed_width(plan.source.subject, Options(narrow, tp=tp), decision.source_width, decision.n_shared)
+    narrowest = needed_widths(plan.source.subject, Options(narrow, tp=tp), decision.at_source)
     wanted = not target.is_contract and _source_verdict(plan, target.name).outcome is not decision.server.outcome
     rows = [t for t in TARGETS if not t.is_contract]
     fusing = [t for t in rows if _source_verdict(plan, t.name).fused]
-    if narrowest != decision.source_width or wanted or not fusing:
+    if narrowest != decision.at_source or wanted or not fusing:
         return None
     fuse = f"{releases(fusing, rows)} fuse the source as is: --target {narrow.name} pads nothing"
     return Problem("padding-not-needed", f"{padding_cost(plan)} {fuse}")
@@ -66,7 +67,7 @@ def _needless(plan: Plan) -> Problem | None:
 
 def _fuses_nothing(plan: Plan) -> Problem | None:
     decision = plan.decision
-    if decision.main_width == decision.source_width or decision.fused_layers or not plan.options.target:
+    if not decision.pads or decision.fused_layers or not plan.options.target:
         return None
     message = f"padding fuses nothing here: no layer fits {plan.options.goal}, at {decision.source_width} or at {decision.width}"
     return Problem("padding-fuses-nothing", message)
@@ -75,7 +76,7 @@ def _fuses_nothing(plan: Plan) -> Problem | None:
 def _beside(plan: Plan) -> Problem | None:
     """With --experts shared the padded width is in ``fse/`` alone, where no released server looks by itself."""
     decision = plan.decision
-    if plan.options.experts is Experts.ALL or decision.width == decision.source_width or not plan.sidecar:
+    if plan.options.experts is Experts.ALL or decision.at_kernel == decision.at_source or not plan.sidecar:
         return None
     message = (
         f"only fse/ has the shared experts at {decision.width}: only a server with the plugin of fse_convert.serving (vLLM:"
@@ -86,7 +87,7 @@ def _beside(plan: Plan) -> Problem | None:
 
 def _nothing_to_pad(plan: Plan) -> Problem | None:
     decision = plan.decision
-    changed = plan.rewritten or decision.changes or decision.width != decision.source_width
+    changed = plan.rewritten or decision.changes or decision.at_kernel != decision.at_source
     if changed or not decision.fused_layers or not plan.options.contract:
         return None
     server = plan.options.server
@@ -106,7 +107,9 @@ def refusal(plan: Plan) -> Problem | None:
     verb = {Outcome.UNKNOWN: "is not known to run", Outcome.UNSAFE: "fails, or computes wrong numbers, when it runs"}
     does = verb.get(decision.server.outcome, "refuses to run")
     message = f"{target.title} {does} MegaMoE on the output's standard layout: {reasons}"
-    hint = f"--allow-unfused converts anyway; fse-convert inspect {plan.source.checkpoint.folder.label} says which servers fuse it"
+    checkpoint = plan.source.checkpoint
+    command = inspection_command(checkpoint.folder.label, checkpoint.config, plan.source.description.family_name)
+    hint = f"--allow-unfused converts anyway; {command} says which servers fuse it"
     return Problem("server-refuses", message, hint=hint)
 
 

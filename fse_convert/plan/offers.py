@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fse_convert.checkpoint.reader import Checkpoint
 from fse_convert.errors import size
-from fse_convert.plan.advice import NO_PATH, REQUANTISED, Plans, conversion_command, releases, server_of
+from fse_convert.plan.advice import NO_PATH, REQUANTISED, Plans, releases, server_of
 from fse_convert.plan.changes.search import FITS, misfit
+from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
+from fse_convert.plan.source import Source
 from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, answer
 from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome
@@ -46,6 +46,7 @@ class Offers:
 
     ``helpless``: servers that no known change makes fuse the checkpoint; ``kernels``: those that run it without the kernel that the
     target is about, whatever the format, and ``why``. ``mends``: what `heal` alone would do, and the command.
+    ``tp``: the tensor-parallel size that was asked for.
     """
 
     offers: tuple[Offer, ...] = ()
@@ -54,6 +55,7 @@ class Offers:
     why: str = ""
     mends: tuple[str, ...] = ()
     heal: str = ""
+    tp: int = 1
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield a sentence and its command per offer, and a sentence about the servers that nothing helps."""
@@ -68,28 +70,30 @@ class Offers:
             mends = "; ".join(self.mends)
             yield f"config.json or labels lack or contradict what the tensors show, which can be mended: {mends}.", self.heal
         if self.helpless:
-            yield f"No change of format is known to help {releases(self.helpless, ALL_TARGETS)}.", ""
+            at = f" at TP {self.tp}" if self.tp > 1 else ""
+            yield f"No change of format is known to help {releases(self.helpless, ALL_TARGETS)}{at}.", ""
         if self.kernels:
             who = releases(self.kernels, ALL_TARGETS)
             yield f"No change of format is known to give this checkpoint the kernel of {who}: {self.why}.", ""
 
 
-def make_offers(answers: Sequence[Answer], plans: Plans, source: Checkpoint, place: str) -> Offers:
-    """Try every server that does not fuse a checkpoint as it is, without loss and with it. ``place``: the checkpoint's path."""
-    found: dict[tuple[tuple[str, ...], int], tuple[Decision, list[AnyTarget], bool]] = {}
+def make_offers(answers: Sequence[Answer], plans: Plans, source: Source, tp: int = 1) -> Offers:
+    """Try every server that does not fuse a checkpoint as it is, without loss and with it, for ``tp`` ranks."""
+    found: dict[tuple[tuple[str, ...], int], tuple[Decision, list[AnyTarget], Options]] = {}
     helpless, kernels, why = [], [], ""
     for as_is in (a for a in answers if not a.fused and a.engine != CONTRACT and _has_path(a)):
         target, helped = BY_NAME[as_is.name], False
         passed_over = next((note.message for note in as_is.notes if note.code == FALLS_BACK), "")
         for lossy in (False, True):
-            decision = plans(Options(target, lossy=lossy, shared_mxfp4=lossy))
+            options = Options(target, tp=tp, lossy=lossy, shared_mxfp4=lossy)
+            decision = plans(options)
             if decision is None or misfit(decision) > FITS or _falls_back(decision, target):
                 continue
             helped = True
             if not decision.changes:
                 break
             key = tuple(change.name for change in decision.changes), misfit(decision)
-            _, targets, _ = found.setdefault(key, (decision, [], lossy))
+            _, targets, _ = found.setdefault(key, (decision, [], options))
             if target not in targets:
                 targets.append(target)
         if passed_over and not helped:
@@ -97,15 +101,14 @@ def make_offers(answers: Sequence[Answer], plans: Plans, source: Checkpoint, pla
             why = passed_over.partition(": ")[2]
         elif not helped:
             helpless.append(target)
-    made = [*_own_values(answers, plans, source, place)]
-    for decision, targets, lossy in found.values():
-        command = conversion_command(place, _newest(targets).name, *["--shared mxfp4 --lossy"] * lossy)
-        made.append(_offer(decision, tuple(targets), source, command))
-    healed = plans(Options(None, heal=True))
+    made = [*_own_values(answers, plans, source, tp)]
+    for decision, targets, options in found.values():
+        made.append(_offer(decision, tuple(targets), source, replace(options, target=_newest(targets))))
+    heal = Options(None, heal=True)
+    healed = plans(heal)
     mends = tuple(change.does for change in healed.changes) if healed else ()
-    heal = shlex.join(["fse-convert", place, "OUT", "--heal"])
     offers = tuple(sorted(made, key=lambda offer: not offer.lossless))
-    return Offers(offers, tuple(helpless), tuple(kernels), why, mends, heal)
+    return Offers(offers, tuple(helpless), tuple(kernels), why, mends, _command(source, heal), tp)
 
 
 def _falls_back(decision: Decision, target: AnyTarget) -> bool:
@@ -113,15 +116,15 @@ def _falls_back(decision: Decision, target: AnyTarget) -> bool:
     return any(note.code == FALLS_BACK for note in answer(decision.after.subject, target).notes)
 
 
-def _own_values(answers: Sequence[Answer], plans: Plans, source: Checkpoint, place: str) -> Iterator[Offer]:
+def _own_values(answers: Sequence[Answer], plans: Plans, source: Source, tp: int) -> Iterator[Offer]:
     """Yield the lossless change after which servers that requantise shared experts while loading have no need to."""
     rounding = [BY_NAME[a.name] for a in answers if a.fused and REQUANTISED.intersection(n.code for n in a.notes)]
-    decided = {t.name: plans(Options(t, routed_fp8=True)) for t in rounding}
+    decided = {t.name: plans(Options(t, tp=tp, routed_fp8=True)) for t in rounding}
     if targets := tuple(t for t in rounding if (d := decided[t.name]) and not misfit(d)):
         newest = _newest(targets)
-        decision, command = decided[newest.name], conversion_command(place, newest.name, "--routed fp8")
-        if decision:
-            yield replace(_offer(decision, targets, source, command), requantised=True)
+        if decision := decided[newest.name]:
+            options = Options(newest, tp=tp, routed_fp8=True)
+            yield replace(_offer(decision, targets, source, options), requantised=True)
 
 
 def _newest(targets: Sequence[AnyTarget]) -> AnyTarget:
@@ -134,14 +137,18 @@ def _has_path(answer: Answer) -> bool:
     return answer.model.outcome is not Outcome.UNKNOWN and not NO_PATH & reasons and reasons != {"no-shared-expert"}
 
 
-def _offer(decision: Decision, targets: tuple[AnyTarget, ...], source: Checkpoint, command: str) -> Offer:
+def _command(source: Source, options: Options) -> str:
+    return conversion_command(source.subject, source.checkpoint.folder.label, options)
+
+
+def _offer(decision: Decision, targets: tuple[AnyTarget, ...], source: Source, options: Options) -> Offer:
     kept = frozenset[str]().union(*(change.originals for change in decision.changes))
     return Offer(
         targets=targets,
         does=tuple(change.does for change in decision.changes),
         lossless=all(change.lossless for change in decision.changes),
-        bytes=decision.after.checkpoint.total_size - source.total_size,
-        originals=sum(source.tensors[name].nbytes for name in kept),
+        bytes=decision.after.checkpoint.total_size - source.checkpoint.total_size,
+        originals=sum(source.checkpoint.tensors[name].nbytes for name in kept),
         drafter=DRAFTER[misfit(decision)],
-        command=command,
+        command=_command(source, options),
     )

@@ -13,6 +13,7 @@ from fse_convert.plan.changes.change import FormatChange
 from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import OutputShard
 from fse_convert.servers.judge import AnyTarget
+from fse_convert.servers.native import LaunchWidths
 from fse_convert.servers.targets import CONTRACT, Contract, Target, needed_contract
 from fse_convert.servers.verdict import Verdict
 from fse_convert.sidecar.manifest import ConfigEdit
@@ -83,20 +84,52 @@ class Decision:
     """What is decided before any shard is looked at.
 
     ``changes``: of format; ``after``: the source as it is once they are made, in memory, which the verdicts are about.
-    ``source_width`` and ``width``: of one expert in the source, and in the output's kernel layout; ``main_width``: in the
-    output's standard layout. ``n_shared``: how many experts wide the shared MLP is. ``server``: what the target makes of the
+    ``at_source``, ``at_main`` and ``at_kernel``: widths in the source, in the output's standard layout, and in its kernel layout.
+    ``server``: what the target makes of the
     output's standard layout as a whole. ``config_edits``: of widths.
     """
 
     changes: tuple[FormatChange, ...]
     after: Source
-    n_shared: int
-    source_width: int
-    main_width: int
-    width: int
+    at_source: LaunchWidths
+    at_main: LaunchWidths
+    at_kernel: LaunchWidths
     verdicts: tuple[LayerVerdict, ...]
     server: Verdict
     config_edits: tuple[ConfigEdit, ...]
+
+    @property
+    def pads(self) -> bool:
+        """Whether experts grow in the standard layout."""
+        return self.at_main != self.at_source
+
+    @property
+    def n_shared(self) -> int:
+        """How many routed experts wide the shared MLP is; as many as the config says where it has a width of its own."""
+        ratio, rest = divmod(self.at_kernel.shared, self.at_kernel.routed)
+        return self.after.description.n_shared if rest else ratio
+
+    @property
+    def source_width(self) -> int:
+        """Width of one routed expert in the source."""
+        return self.at_source.routed
+
+    @property
+    def main_width(self) -> int:
+        """Width of one routed expert in the output's standard layout."""
+        return self.at_main.routed
+
+    @property
+    def width(self) -> int:
+        """Width of one expert in the output's kernel layout."""
+        return self.at_kernel.routed
+
+    @property
+    def growth(self) -> str:
+        """Say from what to what experts grow: routed ones, and the shared MLP where it has a width of its own."""
+        old, new = self.at_source, self.at_kernel
+        own = f", shared {old.shared} -> {new.shared}" if old.shared % old.routed else ""
+        return f"{old.routed} -> {new.routed}{own}"
 
     @property
     def fused_layers(self) -> int:

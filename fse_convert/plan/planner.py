@@ -60,10 +60,10 @@ def tripwire(checkpoint: Checkpoint) -> TensorSpec:
 
 def _padding(decision: Decision) -> Iterator[tuple[str, tuple[TensorSpec]]]:
     """Find every expert tensor that grows in the standard layout; yield its name and what stands in its place."""
-    if decision.main_width == decision.source_width:
+    if not decision.pads:
         return
     for layer in decision.after.description.layers:
-        for group, width in ((layer.routed, decision.main_width), (layer.shared, decision.n_shared * decision.main_width)):
+        for group, width in ((layer.routed, decision.at_main.routed), (layer.shared, decision.at_main.shared)):
             if group is None:
                 continue
             for expert in group.experts:
@@ -108,7 +108,7 @@ def _originals(shard: Shard, names: Collection[str]) -> OutputShard | None:
 
 def _sidecar(decision: Decision, contract: Contract, wire: TensorSpec) -> tuple[OutputShard, ...]:
     """Plan the kernel layout: fused layers are added to a shard until it is full."""
-    width = decision.n_shared * decision.width
+    width = decision.at_kernel.shared
     files: list[list[SharedExpert]] = []
     room = 0
     for layer in (v.layer for v in decision.verdicts if v.verdict.fused):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fse_convert.errors import InvalidCheckpoint, NotConvertible, size
+from fse_convert.errors import InvalidCheckpoint, size
 from fse_convert.plan.advice import Plans
+from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.costs import padding
 from fse_convert.plan.plan import Options
-from fse_convert.plan.widths import stored_widths
-from fse_convert.servers.sharding import ENGINES, Load, Slices, slices, smallest_width
+from fse_convert.plan.widths import needed_widths, stored_widths
+from fse_convert.servers.sharding import ENGINES, Load, Slices, slices
 from fse_convert.servers.subject import Subject
 
 SAID = {
@@ -27,14 +27,16 @@ SAID = {
 class Ranks:
     """What servers make of a checkpoint's experts on ``tp`` ranks.
 
-    ``width`` and ``needed``: of one expert as it is, and the smallest at which every rank holds whole blocks. ``bytes``: by which
-    padding to it grows the checkpoint. ``command``: does that; empty where nothing need be done, or a conversion would refuse.
+    ``width`` and ``needed``: of one routed expert as it is, and the smallest at which every rank holds whole blocks. ``shared``:
+    that of a shared MLP with a width of its own, 0 where it follows the routed one. ``bytes``: by which padding to them grows the
+    checkpoint. ``command``: does that; empty where nothing need be done, or a conversion would refuse.
     """
 
     tp: int
     slices: tuple[Slices, ...]
     width: int
     needed: int
+    shared: int
     bytes: int
     command: str
 
@@ -49,9 +51,13 @@ class Ranks:
                 said.append(f"{SAID[s.load]} {whose} experts, {s.rank}{even} wide per rank{why if s.multiple > 1 else ''}")
             if said:
                 yield f"TP {self.tp}: {engine} {'; '.join(said)}.", ""
-        if self.needed != self.width:
+        if self.needed != self.width or self.shared:
+            own = f", with a shared expert of {self.shared}," if self.shared else ""
             work = f"{size(self.bytes)} more on disk, {100 * (self.needed / self.width - 1):.0f} % more expert arithmetic"
-            yield f"TP {self.tp}: {self.needed} is the smallest width that all ranks hold in whole blocks: {work}.", self.command
+            yield (
+                f"TP {self.tp}: {self.needed}{own} is the smallest width that all ranks hold in whole blocks: {work}.",
+                self.command,
+            )
 
 
 def ranks(checkpoint: Subject, plans: Plans, tp: int, place: str) -> Ranks | None:
@@ -60,16 +66,18 @@ def ranks(checkpoint: Subject, plans: Plans, tp: int, place: str) -> Ranks | Non
     if tp == 1 or description.problems:
         return None
     try:
-        width, n_shared = stored_widths(description)
-    except (InvalidCheckpoint, NotConvertible):
+        width = stored_widths(description)
+    except InvalidCheckpoint:
         return None
-    needed = smallest_width(checkpoint, width, n_shared, tp)
-    pads = needed != width and plans(Options(None, tp=tp))
+    options = Options(None, tp=tp)
+    needed = needed_widths(checkpoint, options, width)
+    pads = needed != width and plans(options)
     return Ranks(
         tp=tp,
         slices=tuple(s for engine in ENGINES for s in slices(checkpoint, engine, tp)),
-        width=width,
-        needed=needed,
+        width=width.routed,
+        needed=needed.routed,
+        shared=needed.shared if width.shared % width.routed and needed != width else 0,
         bytes=padding(description, needed).disk,
-        command=f"fse-convert {shlex.quote(place)} OUT --tp {tp}" if pads else "",
+        command=conversion_command(checkpoint, place, options) if pads else "",
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fse_convert.errors import printable, size
+from fse_convert.plan.commands import inspection_command
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.report.console import console, counted, duration, grid, runs, say
 from fse_convert.servers.commands import serve_command
@@ -42,21 +43,21 @@ def print_plan(plan: Plan, *, title: str) -> None:
 
 
 def _headline(plan: Plan, title: str) -> str:
-    family, decision = plan.source.description.family, plan.decision
-    old, new = decision.source_width, decision.width
-    widths = "; ".join([f"width {old} -> {new}" if new != old else f"width {new}, nothing to pad", *_format_changes(plan)])
+    family, decision = plan.source.description.family_name, plan.decision
+    grows = decision.at_kernel != decision.at_source
+    width = f"width {decision.growth}" if grows else f"width {decision.width}, nothing to pad"
+    widths = "; ".join([width, *_format_changes(plan)])
     if not plan.options.contract:
-        return f"{title}: {family.name if family else '?'}, {_changes(plan)}"
+        return f"{title}: {family}, {_changes(plan)}"
     fit = f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {plan.options.contract.name}"
     server = f"; {_server(plan, plan.options.server)}" if isinstance(plan.options.server, Target) else ""
-    return f"{title}: {family.name if family else '?'}, {widths}; {fit}{server}"
+    return f"{title}: {family}, {widths}; {fit}{server}"
 
 
 def _changes(plan: Plan) -> str:
     """Say what changes, and how many layers the server fuses afterwards."""
     decision = plan.decision
-    wider = decision.main_width != decision.source_width
-    does = [f"width {decision.source_width} -> {decision.main_width}, for tensor parallelism {plan.options.tp}"] * wider
+    does = [f"width {decision.growth}, for tensor parallelism {plan.options.tp}"] * decision.pads
     does += _format_changes(plan)
     fuses = f"; {plan.options.goal} fuses {decision.fused_layers} of {len(decision.verdicts)} layers"
     return ("; ".join(does) or "nothing to change") + (fuses if plan.options.target else "")
@@ -113,9 +114,9 @@ def next_steps(plan: Plan, out: Path) -> list[str]:
     place = shlex.quote(str(out))
     target, model_type = plan.options.target, plan.source.description.model_type
     server = answer(plan.decision.after.subject, target) if target else None
-    serve = serve_command(server, place, model_type, fse=bool(plan.sidecar)) if server else ""
+    serve = serve_command(server, place, model_type, fse=bool(plan.sidecar), tp=plan.options.tp) if server else ""
     return [
-        serve or f"fse-convert inspect {place}",
+        serve or inspection_command(str(out), plan.source.checkpoint.config, plan.source.description.family_name),
         f"hf upload {shlex.quote(out.name)} {place}",
         f"fse-convert verify {place} --source {shlex.quote(str(plan.source.checkpoint.folder.label))}",
     ]

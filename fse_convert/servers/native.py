@@ -32,7 +32,7 @@ KERNEL_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class LaunchWidths:
-    """Widths that a layer would have in the launch: of one routed expert, and of the whole shared MLP (elements)."""
+    """Widths that a layer has, or would have in the launch: of one routed expert, and of the whole shared MLP (elements)."""
 
     routed: int
     shared: int

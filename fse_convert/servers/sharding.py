@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import Enum
 from math import gcd, lcm
 
-from fse_convert.layout.sizes import round_up
 from fse_convert.model.description import ExpertGroup
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import Role
@@ -116,24 +115,30 @@ def slices(checkpoint: Subject, engine: str, tp: int) -> tuple[Slices, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def smallest_width(checkpoint: Subject, width: int, n_shared: int, tp: int, engines: Iterable[str] = ENGINES) -> int:
-    """Return the smallest width of one expert, at least ``width``, at which all ranks of all servers hold whole blocks."""
-    return round_up(width, rank_multiple(checkpoint, n_shared, tp, engines))
+@dataclass(frozen=True, slots=True)
+class Multiples:
+    """What the widths of one routed expert and of the whole shared MLP must be multiples of."""
+
+    routed: int = 1
+    shared: int = 1
+
+    def of_one(self, n_shared: int) -> int:
+        """Return the multiple of one expert's width where the shared MLP is ``n_shared`` of them wide."""
+        return lcm(self.routed, self.shared // gcd(self.shared, n_shared))
 
 
-def rank_multiple(checkpoint: Subject, n_shared: int, tp: int, engines: Iterable[str] = ENGINES) -> int:
-    """Return the multiple that the width of one expert must be of, so that all ranks of all servers hold whole blocks.
+def rank_multiples(checkpoint: Subject, tp: int, engines: Iterable[str] = ENGINES) -> Multiples:
+    """Return the multiples at which all ranks of all servers hold whole blocks.
 
-    ``n_shared``: how many experts wide the shared MLP is. A server that pads by itself needs no more than a width that the ranks
-    divide.
+    A server that pads by itself needs no more than a width that the ranks divide.
     """
-    needed = tp
+    routed, of_shared = tp, tp
     for engine in engines:
         for group, shared in _groups(checkpoint):
             rule = _rule(checkpoint, engine, group, shared=shared)
             multiple = tp * (1 if rule and rule.partial is Load.PADDED else _multiple(group, rule, checkpoint.quantization))
-            needed = lcm(needed, multiple // gcd(multiple, n_shared) if shared else multiple)
-    return needed
+            routed, of_shared = (routed, lcm(of_shared, multiple)) if shared else (lcm(routed, multiple), of_shared)
+    return Multiples(routed, of_shared)
 
 
 def _groups(checkpoint: Subject) -> Iterable[tuple[ExpertGroup, bool]]:

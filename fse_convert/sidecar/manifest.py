@@ -86,17 +86,26 @@ class ExpertWidths(Record, frozen=True, kw_only=True):
 
 
 class Model(Record, frozen=True, kw_only=True):
-    """The model that was converted."""
+    """The model that was converted.
+
+    ``shared_width``: of the shared MLP, where that is not a multiple of the source's routed width.
+    """
 
     family: str
     model_type: str
     n_shared_experts: Natural
     width: ExpertWidths
+    shared_width: ExpertWidths | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def shared_source_width(self) -> int:
+        """Width of all shared experts of a layer together, in the source."""
+        return self.shared_width.source if self.shared_width else self.n_shared_experts * self.width.source
 
     @property
     def shared_kernel_width(self) -> int:
         """Width of all shared experts of a layer together, in the kernel layout."""
-        return self.n_shared_experts * self.width.kernel
+        return self.shared_width.kernel if self.shared_width else self.n_shared_experts * self.width.kernel
 
 
 class ConfigEdit(Record, frozen=True, kw_only=True, rename={"old": "from", "new": "to"}):

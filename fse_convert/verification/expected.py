@@ -18,7 +18,7 @@ from fse_convert.checkpoint.folder import Folder
 from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.checkpoint.names import CONFIG, INDEX
 from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.model.description import Description, ExpertGroup, LayerDescription
+from fse_convert.model.description import Description, ExpertGroup
 from fse_convert.model.family import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
@@ -27,6 +27,7 @@ from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import Computed, Recoded, Rule, SharedExpert
+from fse_convert.servers.native import LaunchWidths
 from fse_convert.sidecar.manifest import FUSED, ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, original_name, originals_file, shard_metadata
 from fse_convert.verification.findings import SEED, LayerCoverage, Sample, choose
@@ -152,11 +153,11 @@ class ExpectedOutput:
         decision, source = plan.decision, plan.source
         judged = decision.verdicts if plan.options.contract else ()
         verdicts = {v.layer.layer.name: v.verdict.outcome.value for v in judged}
-        experts = tuple(kernel_experts(source.description, verdicts, decision.n_shared * decision.width))
+        experts = tuple(kernel_experts(source.description, verdicts, decision.at_kernel.shared))
         held = {e.prefix for e in experts}
         names = [(v.layer.layer.name, v) for v in judged]
         recoded = stand_ins(source, [change.name for change in decision.changes])
-        padded = padded_tensors(source.description, decision.source_width, decision.main_width)
+        padded = padded_tensors(source.description, decision.at_source, decision.at_main)
         kept = set() if plan.options.drop_originals else kept_originals(recoded)
         shards = source.checkpoint.shards
         return cls(
@@ -182,13 +183,13 @@ class ExpectedOutput:
     def config_edits(self) -> list[ConfigEdit]:
         """Every key of config.json that must have changed, wherever the family states widths."""
         decision, config = self.plan.decision, self.source.checkpoint.config
-        description, width, main = self.source.description, decision.source_width, decision.main_width
-        if description.family is None or width == main:
+        description, source, main = self.source.description, decision.at_source, decision.at_main
+        if description.family is None or source == main:
             return []
         edits = []
         for section in SECTIONS:
             for width_key in description.family.widths:
-                old, new = (width_key.of(w, decision.n_shared * w, description.n_shared) for w in (width, main))
+                old, new = (width_key.of(w.routed, w.shared, description.n_shared) for w in (source, main))
                 value = place(config, section).get(width_key.key)
                 if old is None or new is None:
                     continue
@@ -273,28 +274,28 @@ def _originals(shard: Shard, kept: Collection[str]) -> Iterator[ExpectedTensor]:
     return (ExpectedTensor(original_name(t.name), t.dtype, t.shape, t) for t in shard.header.tensors if t.name in kept)
 
 
-def padded_tensors(description: Description, width: int, main: int) -> dict[str, Padded]:
-    """Find every tensor that must have grown when experts of ``width`` are stored ``main`` wide.
+def padded_tensors(description: Description, source: LaunchWidths, main: LaunchWidths) -> dict[str, Padded]:
+    """Find every tensor that must have grown when experts of the ``source``'s widths are stored ``main`` wide.
 
     Gate and up grow in rows, down in columns.
     """
-    if width == main:
+    if source == main:
         return {}
-    return {p.info.name: p for layer in description.layers for p in _padded_of(layer, width, main)}
+    groups = ((g, w) for d in description.layers for g, w in ((d.routed, main.routed), (d.shared, main.shared)) if g)
+    return {p.info.name: p for group, width in groups for p in _padded_of(group, width)}
 
 
-def _padded_of(layer: LayerDescription, width: int, main: int) -> Iterator[Padded]:
-    for group in filter(None, (layer.routed, layer.shared)):
-        for expert in group.experts:
-            for role, projection in expert.projections.items():
-                f = group.formats[role]
-                n, k = f.shape
-                new = (n, k // width * main) if role is Role.DOWN else (n // width * main, k)
-                for suffix, info in projection.parts.items():
-                    cell = _cell(f, suffix)
-                    shape = _stored(new, cell, len(info.shape)) if cell else info.shape
-                    if shape != info.shape:
-                        yield Padded(info, shape, ONES[info.dtype] if suffix == f.scale else bytes(BITS[info.dtype] // 8))
+def _padded_of(group: ExpertGroup, width: int) -> Iterator[Padded]:
+    for expert in group.experts:
+        for role, projection in expert.projections.items():
+            f = group.formats[role]
+            n, k = f.shape
+            new = (n, width) if role is Role.DOWN else (width, k)
+            for suffix, info in projection.parts.items():
+                cell = _cell(f, suffix)
+                shape = _stored(new, cell, len(info.shape)) if cell else info.shape
+                if shape != info.shape:
+                    yield Padded(info, shape, ONES[info.dtype] if suffix == f.scale else bytes(BITS[info.dtype] // 8))
 
 
 def _cell(f: Format, suffix: str) -> tuple[int, int] | None:

@@ -145,7 +145,7 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     for e in (e for e in experts if not _has_kernel_shape(e)):
         want, got = "shapes that the kernel takes", f"width {e.group.width} -> {e.width}, hidden size {e.group.hidden}"
         findings.add(Mismatch("manifest", MANIFEST, e.prefix, expected=want, found=got))
-    width = manifest.model.n_shared_experts * manifest.model.width.source
+    width = manifest.model.shared_source_width
     undone |= {e.prefix for e in experts if not (_has_kernel_shape(e) and _ends_with_block(e, width))}
     check_clutter(out, findings)
     comparison = Comparison(checkpoint, out.root, _without(undone, holds))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,3 +56,66 @@ def test_inspect_describes_it(newcomer: Path, run: Run) -> None:
 def test_a_family_that_is_not_known_is_a_wrong_option(newcomer: Path, run: Run) -> None:
     code, _, err = run("inspect", newcomer, "--family", "Oldtimer")
     assert (code, "Oldtimer" in err) == (2, True)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The program's own commands in a text, as words."""
+    return [shlex.split(line.strip()) for line in text.splitlines() if line.strip().startswith("fse-convert ")]
+
+
+def test_what_inspect_advises_of_it_works_as_printed(
+    newcomer: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = commands(run("inspect", newcomer, *AS_V4, "--tp", 8)[1])
+    assert found
+    for program, *words in found:
+        assert (program, words[-2:]) == ("fse-convert", list(AS_V4))
+        assert run(*words)[0] == 0
+
+
+def test_next_steps_of_it_work_as_printed(newcomer: Path, tmp_path: Path, run: Run) -> None:
+    out, back = tmp_path / "out", tmp_path / "back"
+    _, _, err = run(newcomer, out, *AS_V4, UNFUSED)
+    inspect, verify = commands(err.partition("next:")[2])
+    _, _, err = run("restore", out, back)
+    for program, *words in (inspect, verify, *commands(err)):
+        assert program == "fse-convert"
+        code, text, _ = run(*words)
+        assert (code, "unknown family" in text) == (0, False)
+    assert inspect[-2:] == list(AS_V4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("v4-flash", ("--target", "megamoe-512", UNFUSED)),
+        *((kind, ("--tp", "8")) for kind in ("v4.1-flash", "v3", "glm-4.5-quark", "qwen3.5-quark")),
+    ],
+)
+def test_the_family_that_the_refusal_names_converts_it_as_a_model_of_that_family(
+    kind: str, options: tuple[str, ...], source: Made, tmp_path: Path, run: Run, digest: Callable[[Path], dict[str, str]]
+) -> None:
+    root = source(kind)
+    assert run(root, tmp_path / "known", *options)[0] == 0
+    edit_config(root, rename)
+    _, _, err = run(root, tmp_path / "out", *options)
+    assert "error[family-unknown]" in err
+    named = shlex.split(err.partition("add --family ")[2].splitlines()[0])[0]
+    code, _, err = run(root, tmp_path / "out", *options, "--family", named)
+    assert code == 0, err
+    known, new = (
+        {name: value for name, value in digest(tmp_path / folder).items() if name.endswith(".safetensors")}
+        for folder in ("known", "out")
+    )
+    assert known == {name: value for name, value in new.items() if name in known}
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("known", "out"))
+    rename(before)
+    assert before == after
+
+
+def rename(config: dict[str, Any]) -> None:
+    """Give a model a type that no row has, wherever it stands."""
+    config["model_type"] = "newcomer"
+    if "text_config" in config:
+        config["text_config"]["model_type"] = "newcomer_text"

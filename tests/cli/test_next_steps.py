@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fse_convert.output.journal import Journal
+from tests.hub_server import COMMIT, serve, stand_in
 
 if TYPE_CHECKING:
     import pytest
@@ -136,3 +137,19 @@ def test_a_stopped_verification_wrote_nothing(converted: Made, run: Run, monkeyp
     monkeypatch.setattr(os, "preadv", stop)
     code, _, err = run("verify", out)
     assert (code, "error[interrupted]: stopped by a signal\n  hint:  the same command begins again" in err) == (130, True)
+
+
+def test_a_model_of_the_hub_is_served_at_the_revision_that_was_inspected(
+    made: Made, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve("org/name", made()) as hub:
+        stand_in(hub, tmp_path, monkeypatch)
+        _, _, err = run("inspect", "hf://org/name@main", "--tp", 4)
+    vllm, sglang = steps(err)
+    assert vllm.startswith(f"vllm serve org/name --revision {COMMIT} --tensor-parallel-size 4 ")
+    assert sglang.startswith(f"python -m sglang.launch_server --model-path org/name --revision {COMMIT} --tp 4 ")
+
+
+def test_a_conversion_for_a_parallel_size_is_served_at_it(made: Made, run: Run, tmp_path: Path) -> None:
+    _, _, err = run(made(), tmp_path / "out", "--target", "vllm-0.30", "--tp", 4)
+    assert "--tensor-parallel-size 4 " in steps(err)[0]

@@ -14,6 +14,7 @@ from fse_convert.model.moe import LayerKind
 from fse_convert.plan.costs import Serving, costs, padding, stored
 from fse_convert.plan.source import describe_source
 from fse_convert.plan.widths import contract_widths
+from fse_convert.servers.native import LaunchWidths
 from fse_convert.servers.subject import Subject
 from fse_convert.testing.checkpoints import make_checkpoint
 from fse_convert.testing.memory import Model
@@ -35,22 +36,27 @@ def v41(subject: Subject) -> Description:
     return subject.description
 
 
+def both(width: int) -> LaunchWidths:
+    """One routed and one shared expert of a width."""
+    return LaunchWidths(width, width)
+
+
 def test_widths_of_v41(subject: Subject) -> None:
-    assert contract_widths(subject, tp=1) == {"megamoe-512": 2560, "megamoe-128": 2304}
-    assert contract_widths(subject, tp=8) == {"megamoe-512": 2560, "megamoe-128": 2304}
-    assert contract_widths(subject, tp=16) == {"megamoe-512": 2560, "megamoe-128": 2560}
+    assert contract_widths(subject, tp=1) == {"megamoe-512": both(2560), "megamoe-128": both(2304)}
+    assert contract_widths(subject, tp=8) == {"megamoe-512": both(2560), "megamoe-128": both(2304)}
+    assert contract_widths(subject, tp=16) == {"megamoe-512": both(2560), "megamoe-128": both(2560)}
 
 
 @pytest.mark.parametrize(("ep", "native", "delta"), [(1, 268.95, 29.88), (4, 67.24, 7.47), (8, 33.62, 3.74), (16, 16.81, 1.87)])
 def test_routed_experts_of_v41s_decoder_per_rank(v41: Description, ep: int, native: float, delta: float) -> None:
-    found = costs(v41, Serving(ep=ep), {"megamoe-512": 2560, "megamoe-128": 2304})
+    found = costs(v41, Serving(ep=ep), {"megamoe-512": both(2560), "megamoe-128": both(2304)})
     assert found.decoder.routed / ep / GIB == pytest.approx(native, abs=0.005)
     assert found.paddings["megamoe-512"].decoder.routed / ep / GIB == pytest.approx(delta, abs=0.005)
     assert list(found.paddings) == ["megamoe-512"]
 
 
 def test_padding_v41_on_disk(v41: Description) -> None:
-    found = padding(v41, 2560)
+    found = padding(v41, both(2560))
     assert found.decoder.routed / GIB == pytest.approx(29.9, abs=0.05)
     assert found.decoder.routed == 40 * 384 * 3 * 256 * 5120 * (1 / 2 + 1 / 32)
     assert found.decoder.shared == 40 * 3 * (256 * 5120 + 8 * 160)
@@ -60,14 +66,14 @@ def test_padding_v41_on_disk(v41: Description) -> None:
 
 
 def test_the_readme_says_what_padding_v41_costs(v41: Description) -> None:
-    found = padding(v41, 2560)
+    found = padding(v41, both(2560))
     text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
     figures = f"{size(found.disk)} on disk, {size(found.per_rank(Serving(ep=8)))} per rank (EP 8) and {found.work - 1:.0%}"
     assert f"Padding would cost {figures.replace('%', ' %')} more expert arithmetic" in text
 
 
 def test_shared_experts_of_v41_in_the_kernel_replicated(v41: Description) -> None:
-    found = costs(v41, Serving(tp=4), {"megamoe-512": 2560, "megamoe-128": 2304})
+    found = costs(v41, Serving(tp=4), {"megamoe-512": both(2560), "megamoe-128": both(2304)})
     assert found.shared_kernel / GIB == pytest.approx(1.36, abs=0.005)
     assert found.shared_sharded == found.shared_kernel / 4
 
@@ -105,7 +111,10 @@ def test_stored_bytes_are_those_of_the_headers(v41: Description) -> None:
 def test_padding_adds_what_the_wider_checkpoint_has_more(store: str) -> None:
     narrow, wide = (Model(hidden=512, width=w, experts=3, n_shared=2, routed=store, shared="fp8-32") for w in (256, 512))
     kept = stored(narrow.subject().description.layers)
-    assert stored(wide.subject().description.layers).total == kept.total + padding(narrow.subject().description, 512).disk
+    assert (
+        stored(wide.subject().description.layers).total
+        == kept.total + padding(narrow.subject().description, LaunchWidths(512, 1024)).disk
+    )
 
 
 def test_formats_without_kernel_scales_have_no_such_duplicates() -> None:

@@ -87,13 +87,22 @@ def test_stacked_experts_are_not_understood() -> None:
     assert {p.code for p in error.problems} == {"experts-stacked"}
 
 
-def test_a_shared_width_of_its_own_must_be_a_multiple_of_the_routed_one() -> None:
-    config = {"model_type": "alice_ai", **OWN, "shared_expert_intermediate_size": 512}
-    tensors = tensors_of(shared="shared_expert", shared_width=512)
-    tensors |= {f"{MLP.format(i)}.shared_expert_gate.weight": ("BF16", (1, HIDDEN)) for i in range(2)}
-    error = refused(config, tensors)
-    assert isinstance(error, NotConvertible)
-    assert error.problems[0].code == "width-ratio"
+@pytest.mark.parametrize(("stored", "padded"), [(128, 512), (512, 512), (576, 1024), (768, 1024), (1152, 1536)])
+def test_a_shared_width_of_its_own_grows_to_a_multiple_of_the_routed_one(stored: int, padded: int) -> None:
+    config = {"model_type": "laguna", **OWN, "shared_expert_intermediate_size": stored}
+    found = plan(config, tensors_of(shared="shared_expert", shared_width=stored))
+    assert {e.key: e.new for e in found.decision.config_edits if e.new != e.old} == {
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": padded,
+    } if padded != stored else {"moe_intermediate_size": 512}  # fmt: skip
+    assert found.decision.fused_layers == 2
+    assert {s.shared.width for shard in found.sidecar for s in (t.change for t in shard.kernel_tensors)} == {padded}  # type: ignore[union-attr]
+
+
+def test_shared_experts_of_different_layers_that_differ_in_width_are_refused() -> None:
+    tensors = tensors_of(shared="shared_expert")
+    tensors |= expert("model.layers.1.mlp.shared_expert", "fp8-32", 512, HIDDEN, PROJ)
+    error = refused({"model_type": "laguna", **OWN}, tensors)
+    assert [p.code for p in error.problems] == ["widths-differ"]
 
 
 @pytest.mark.parametrize(

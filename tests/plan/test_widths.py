@@ -11,7 +11,7 @@ from fse_convert.errors import InvalidCheckpoint
 from fse_convert.plan.decide import decide
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source, describe_source
-from fse_convert.plan.widths import needed_width, stored_widths
+from fse_convert.plan.widths import needed_widths, stored_widths
 from fse_convert.servers.judge import find_any
 from fse_convert.servers.verdict import Outcome
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, expert
@@ -37,10 +37,9 @@ def glm(routed: str, shared: str, width: int, n_shared: int = 1, **config: Any) 
 
 
 def width(source: Source, options: Options) -> int:
-    stored, n_shared = stored_widths(source.description)
-    decided = decide(source, replace(options, allow_unfused=True)).width
-    assert needed_width(source.subject, options, stored, n_shared) == decided
-    return decided
+    decided = decide(source, replace(options, allow_unfused=True))
+    assert needed_widths(source.subject, options, stored_widths(source.description)) == decided.at_kernel
+    return decided.width
 
 
 def padded(decision: Decision) -> tuple[int, int, int]:
@@ -123,3 +122,44 @@ def test_a_target_needs_shared_experts(name: str) -> None:
     assert (problem.code, problem.where) == ("no-shared-experts", "memory")
     assert "there is nothing to fuse" in problem.message
     assert problem.hint == "--tp N without --target pads for tensor parallelism alone"
+
+
+def laguna(routed: str, shared: str, widths: tuple[int, int], **config: Any) -> Source:
+    """Laguna, whose shared MLP has a width of its own: one layer of one routed expert."""
+    tensors: Tensors = expert("model.layers.0.mlp.experts.0", routed, widths[0], HIDDEN, PROJ)
+    tensors |= expert("model.layers.0.mlp.shared_expert", shared, widths[1], HIDDEN, PROJ)
+    config = {"moe_intermediate_size": widths[0], "shared_expert_intermediate_size": widths[1], "num_experts": 1, **config}
+    return describe_source(checkpoint({"model_type": "laguna", "num_hidden_layers": 1, **config}, tensors))
+
+
+@pytest.mark.parametrize(
+    ("source", "tp", "widths"),
+    [
+        (laguna("bf16", "bf16", (384, 320)), 8, (384, 320)),
+        (laguna("bf16", "bf16", (384, 330)), 4, (384, 332)),
+        (laguna("bf16", "bf16", (330, 384)), 4, (332, 384)),
+        (laguna("fp8-128-f32", "fp8-128-f32", (768, 1280), quantization_config=FP8), 4, (1024, 1536)),
+        (laguna("fp8-128-f32", "bf16", (768, 1280), quantization_config=FP8), 4, (1024, 1280)),
+        (laguna("bf16", "fp8-128-f32", (768, 1280), quantization_config=FP8), 4, (768, 1536)),
+        (laguna("bf16", "fp8-128-f32", (768, 1536), quantization_config=FP8), 8, (1024, 2048)),  # a multiple stays the same one
+    ],
+)
+def test_a_shared_width_of_its_own_grows_by_itself(source: Source, tp: int, widths: tuple[int, int]) -> None:
+    decision = decide(source, Options(None, tp=tp))
+    assert (decision.at_main.routed, decision.at_main.shared) == widths
+    keys = ("moe_intermediate_size", "shared_expert_intermediate_size")
+    config = source.checkpoint.config | {e.key: e.new for e in decision.config_edits}
+    assert tuple(config[key] for key in keys) == widths
+    assert decision.pads == (decision.at_main != decision.at_source)
+
+
+def test_a_width_that_is_stated_per_shared_expert_stays_whole() -> None:
+    """dots3-note: the key says the width of one of two shared experts, so that of both is even."""
+    tensors: Tensors = expert("model.layers.0.mlp.experts.0", "bf16", 384, HIDDEN, PROJ)
+    tensors |= expert("model.layers.0.mlp.shared_experts", "bf16", 2 * 225, HIDDEN, PROJ)
+    config = {"model_type": "dots3_note", "num_hidden_layers": 1, "n_routed_experts": 1, "n_shared_experts": 2}
+    config |= {"moe_intermediate_size": 384, "shared_experts_intermediate_size": 225}
+    decision = decide(describe_source(checkpoint(config, tensors)), Options(None, tp=3))
+    assert [(e.key, e.new) for e in decision.config_edits if e.new != e.old] == []
+    decision = decide(describe_source(checkpoint(config, tensors)), Options(None, tp=4))
+    assert [(e.key, e.new) for e in decision.config_edits if e.new != e.old] == [("shared_experts_intermediate_size", 226)]

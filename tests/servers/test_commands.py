@@ -46,3 +46,9 @@ def test_every_command_can_be_pasted(target: AnyTarget) -> None:
     words = shlex.split(serve_command(target, "out", "deepseek_v41", fse=True))
     assert all(word.isascii() and "..." not in word for word in words)
     assert ("out" in words) == (target.engine in ("vLLM", "vLLM ROCm", "SGLang"))
+
+
+@pytest.mark.parametrize("target", ALL_TARGETS, ids=lambda t: t.name)
+def test_a_tensor_parallel_size_that_was_asked_for_is_in_the_command(target: AnyTarget) -> None:
+    usual, four = (serve_command(target, "out", "deepseek_v4", fse=True, tp=tp) for tp in (1, 4))
+    assert four == usual.replace("--tensor-parallel-size 8", "--tensor-parallel-size 4").replace("--tp 8", "--tp 4")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fse_convert.servers.sharding import ENGINES, Load, Slices, slices, smallest_width
+from fse_convert.layout.sizes import round_up
+from fse_convert.servers.sharding import ENGINES, Load, Slices, rank_multiples, slices
 from fse_convert.servers.subject import Subject
 from fse_convert.testing.memory import PROJ, Tensors, expert, subject_of
 
@@ -30,6 +31,11 @@ LING_3, DOTS = (model("bf16", 768, "fp8-128", model_type=name, **FP8) for name i
 
 def loads(about: Subject, engine: str, tp: int) -> list[Load]:
     return [s.load for s in slices(about, engine, tp)]
+
+
+def smallest_width(about: Subject, width: int, n_shared: int, tp: int) -> int:
+    """The smallest width of one expert for all servers, the shared MLP being so many of them wide."""
+    return round_up(width, rank_multiples(about, tp).of_one(n_shared))
 
 
 @pytest.mark.parametrize(

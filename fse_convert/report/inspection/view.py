@@ -203,9 +203,12 @@ class View:
         """The command that serves the checkpoint with fusion: by a required server, else by the newest that fuses it."""
         fused = [a for a in self.found.answers if a.fused]
         required = [a for a in fused if a.name in {row.label for row in self.required}]
-        place, model_type = shlex.quote(self.title.removeprefix("hf://")), self.found.description.model_type
+        place, model_type = shlex.quote(self.title), self.found.description.model_type
+        if self.revision:
+            place = f"{self.title.removeprefix('hf://').removesuffix(f'@{self.revision}')} --revision {self.revision}"
         served = required or [a for a in fused if a.question is Question.NATIVE]
-        by_engine = {a.engine: serve_command(a, place, model_type, fse=self.found.converted) for a in served}
+        fse, tp = self.found.converted, self.found.costs.serving.tp if self.found.costs else 1
+        by_engine = {a.engine: serve_command(a, place, model_type, fse=fse, tp=tp) for a in served}
         return [] if self.exit_code else [command for command in by_engine.values() if command]
 
     def _complaints(self, required: Sequence[Answer]) -> Iterator[Complaint]:
@@ -239,7 +242,7 @@ def told(problem: Problem) -> str:
 def headline(found: Inspection) -> str:
     """Say in a line what was inspected."""
     description, checkpoint, quantization = found.description, found.checkpoint, found.subject.quantization
-    family = description.family.name if description.family else "unknown family"
+    family = description.family_name or "unknown family"
     parts = [
         f"{family} ({description.model_type or ('no model_type' if checkpoint.config else 'config.json could not be read')})",
         *(["converted by fse-convert"] if found.converted else []),
