@@ -22,12 +22,12 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 KINDS = {".py", ".j2", ".json", ".txt", ".typed"}
 """Suffixes of what the package consists of."""
 DEMO = """
-python -m fse_convert.testing demo/checkpoint --kind v4.1-flash --layers 2 --mtp 1 --experts 8
+python -m fse_convert.testing demo/checkpoint --kind v4.1-flash --layers 1 --mtp 1 --experts 2
 fse-convert demo/checkpoint demo/converted
 fse-convert verify demo/converted --source demo/checkpoint
 fse-convert restore demo/converted demo/original
 fse-convert inspect demo/checkpoint --format markdown
-fse-convert explain width
+fse-convert explain no-space
 """
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 TESTS = ("tests/docs", "tests/examples", "tests/test_architecture.py", "tests/test_codes.py", "tests/report/test_schemas.py")
