@@ -4,12 +4,18 @@ VENV ?= .venv
 # The torch that development and CI use. Any torch >= 2.7 works: make demo TORCH=torch
 TORCH ?= torch==2.13.0
 DEMO ?= demo
+# The folder outside of the checkout where `make release-check` tries a release
+RELEASE ?= /tmp/fse-convert-release
+# What `make test-lowest` runs, and how long `make fuzz` spends on each of its seven targets and `make statemachine` in all
+TESTS ?= tests
+FUZZ_SECONDS ?= 514
+MACHINE_MINUTES ?= 30
 # Arguments of the conversion benchmark: make bench BENCH='--gib 1 --gib 2 --repeat 5'
 BENCH ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test fast lint format peers gpu-check powercut docs bench clean
+.PHONY: help demo test fast test-lowest lint format release-check peers gpu-check powercut statemachine mutations fuzz docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -35,12 +41,30 @@ test: $(VENV)/dev ## all tests, the published peers included (downloads their wh
 fast: $(VENV)/dev ## tests of this package alone, in about two minutes
 	$(PYTEST) -n auto -m 'not slow and not peers'
 
-lint: $(VENV)/dev ## ruff and mypy --strict; linters of the Dockerfile and of the GitHub Action
+$(VENV)-lowest/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --no-deps $(TORCH) uv
+	VIRTUAL_ENV=$(VENV)-lowest $(VENV)-lowest/bin/uv pip install --quiet --resolution lowest-direct --editable '.[hub,test]'
+	touch $@
+
+test-lowest: $(VENV)-lowest/installed ## the fast tests with the lowest versions that pyproject.toml allows, torch aside
+	$(VENV)-lowest/bin/python -m pytest -n auto -m 'not slow and not peers' $(TESTS)
+
+lint: $(VENV)/dev ## ruff and mypy --strict; linters of the Dockerfile and of the GitHub Action; dependencies, and dist/sbom.cdx.json
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/zizmor --offline --quiet action.yml examples/publish-gate.yml
+	$(BIN)/python -m pip check
+	mkdir -p dist
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file dist/sbom.cdx.json $(BIN)/python
+
+release-check: $(VENV)/dev ## build wheel and sdist, and try both outside of the checkout: files, demo, tests; dist/sbom.cdx.json
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/release.py dist $(RELEASE) '$(TORCH)'
 
 format: $(VENV)/dev ## format the code
 	$(BIN)/ruff check --fix .
@@ -58,6 +82,18 @@ gpu-check: $(VENV)/dev ## what needs a CUDA device; says what it needs when ther
 powercut: $(VENV)/dev ## 200 power cuts of convert, --overwrite and restore on ext4, XFS and Btrfs; needs root
 	FSE_CUTS=200 $(PYTEST) -n auto -m filesystems tests/filesystems/test_power_cuts.py -rs
 
+statemachine: $(VENV)/dev ## commands in any order, killed anywhere, for MACHINE_MINUTES
+	FSE_MACHINE_MINUTES=$(MACHINE_MINUTES) $(PYTEST) -rP tests/faults/test_machine.py
+
+mutations: $(VENV)/dev ## more than 5,000 single changes of outputs of every kind of change, proved against the source
+	FSE_MUTATION_SEEDS=2 $(PYTEST) -n auto -rP tests/verification/test_mutations.py tests/verification/test_changed_mutations.py
+
+fuzz: $(VENV)/dev ## an hour of atheris over what is read: headers, checkpoints, commands, the serving loaders
+	$(BIN)/python -m pip install --quiet atheris
+	for target in header checkpoint inspect convert verify restore serve; do \
+	  $(BIN)/python -m tests.fuzz $$target .fuzz/$$target -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=4096 || exit 1; \
+	done
+
 docs: $(VENV)/dev ## docs/targets.md, docs/codes.md and docs/schema/ from the data, docs/inspect.svg from a real run
 	$(BIN)/python docs/make.py
 
@@ -68,5 +104,5 @@ bench: $(VENV)/dev ## conversion and changes of format against cp, proof against
 	$(BIN)/python tests/benchmarks/memory.py
 	$(BIN)/python tests/benchmarks/inspect_speed.py
 
-clean: ## remove the demo, the virtual environment and the peers
-	rm -rf $(DEMO) $(VENV) .peers
+clean: ## remove the demo, the virtual environments, what was built and fuzzed, and the peers
+	rm -rf $(DEMO) $(VENV) $(VENV)-lowest dist .fuzz .peers

@@ -77,6 +77,7 @@ REFUSED = {
     "header-json 6": blob(b'{"\\ud800":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', b"1234"),
     "header-json 7": blob(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[-0,4]}}', b"1234"),
     "header-json 8": blob(b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}', b"1234"),
+    "header-json 9": blob(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4],"x":"\\ud800"}}', b"1234"),
     "header-metadata": blob({"__metadata__": {"a": 1}}),
     "header-entry": blob({"a": [1]}),
     "header-entry 2": blob({"a": {"dtype": "U8", "shape": [4]}}, b"1234"),

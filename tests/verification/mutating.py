@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from fse_convert.sidecar.manifest import Manifest
 from fse_convert.testing.patch import read_header
 from fse_convert.verification.manifest import OutputManifest
 from fse_convert.verification.storage import Output, prove_alone, prove_storage
+
+SEEDS = range(int(os.environ.get("FSE_MUTATION_SEEDS", "1")))
+"""How often every way to damage an output is tried, each time elsewhere; `make mutations` sets it."""
 
 
 @dataclass(frozen=True)

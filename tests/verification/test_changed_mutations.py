@@ -20,7 +20,7 @@ from fse_convert.plan.source import open_source
 from fse_convert.sidecar.manifest import DIGEST, own_digest
 from fse_convert.testing.patch import ShardPatch
 from fse_convert.verification.manifest import OutputManifest
-from tests.verification.mutating import Converted, Mutation, alone, apply, flipped, level_1
+from tests.verification.mutating import SEEDS, Converted, Mutation, alone, apply, flipped, level_1
 from tests.verification.recipes import RECIPES, Recipe
 
 Edit = Callable[[ShardPatch], object]
@@ -229,20 +229,24 @@ def shards(c: Converted) -> list[str]:
     return sorted(str(p.relative_to(c.out)) for p in c.out.rglob("*.safetensors"))
 
 
-@pytest.mark.slow
-def test_every_mutation_is_caught(finished: Converted, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    c, rng = finished, random.Random(0)
-    assert level_1(c)
-    assert alone(c)
-    todo = [
+def mutations(c: Converted, rng: random.Random, scratch: Path) -> list[Mutation]:
+    return [
         *byte_mutations(c, rng),
         *islice(same_values(c, rng), 3),
         *swaps(c, rng),
-        *header_mutations(c, rng, tmp_path / "scratch"),
+        *header_mutations(c, rng, scratch),
         *file_mutations(c),
         *text_mutations(c, rng),
         *sealed_mutations(c, rng),
     ]
+
+
+@pytest.mark.slow
+def test_every_mutation_is_caught(finished: Converted, tmp_path: Path) -> None:
+    c = finished
+    assert level_1(c)
+    assert alone(c)
+    todo = list(dict.fromkeys(m for seed in SEEDS for m in mutations(c, random.Random(seed), tmp_path / "scratch")))
     missed: list[tuple[str, Mutation]] = []
     for i, m in enumerate(todo):
         undo = apply(c, m)
@@ -254,9 +258,8 @@ def test_every_mutation_is_caught(finished: Converted, tmp_path: Path, capsys: p
         finally:
             undo()
     regions = Counter(m.region for m in todo)
-    with capsys.disabled():
-        listed = ", ".join(f"{n} {region}" for region, n in sorted(regions.items()))
-        print(f"\n{len(todo)} mutations, {len(missed)} missed: {listed}")
+    listed = ", ".join(f"{n} {region}" for region, n in sorted(regions.items()))
+    print(f"{len(todo)} mutations, {len(missed)} missed: {listed}")
     assert not [(how, m.region, m.file, m.what or m.offset) for how, m in missed]
     assert level_1(c)
     assert len(todo) >= LEAST
