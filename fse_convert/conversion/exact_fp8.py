@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from fse_convert.conversion.recoding import recoded_rows
+from fse_convert.conversion.recoding import recoded_bands
 from fse_convert.conversion.source_rows import open_reader
 from fse_convert.errors import Problem
 from fse_convert.layout.mxfp4_to_fp8 import certainly_fits
@@ -25,7 +25,7 @@ def fit_note(plan: Plan) -> Problem | None:
     changes = list(_recoded(plan, Rule.FP8))
     with open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
         for change in _recoded(plan, Rule.F32):
-            deque(recoded_rows(change, reader), maxlen=0)
+            deque(recoded_bands(change, reader), maxlen=0)
         unsure, low = [], []
         for c in changes:
             scales = reader.rows(c.sources[1], 0, c.shape[0], NaN.E8M0)

@@ -1,7 +1,6 @@
-"""Tensors in another format, as chunks of rows: bands of whole blocks are read, coded by `fse_convert.layout`, and handed on.
+"""Matrices in another format, as bands of rows: whole blocks are read, coded by `fse_convert.layout`, and handed on.
 
-A band has `CHUNK` bytes, or one row of blocks where that is more. A weight and its scale are two tensors of the output, and
-each reads and computes for itself.
+A band has `CHUNK` bytes, or one row of blocks where that is more.
 """
 
 from __future__ import annotations
@@ -17,11 +16,13 @@ from fse_convert.conversion.source_rows import CHUNK, SourceReader
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import ue8m0
 from fse_convert.layout.mxfp4 import Unencodable, refuse_where
-from fse_convert.layout.mxfp4_to_fp8 import block_scales, to_fp8
+from fse_convert.layout.mxfp4_to_fp8 import to_fp8
 from fse_convert.layout.sizes import GROUP, ceil_div
 from fse_convert.layout.to_mxfp4 import from_floats, from_fp8
 from fse_convert.plan.tensors import Recoded, Rule, matrix
 
+Band = Mapping[bool, Tensor]
+"""Rows of the output, by `Recoded.is_scale`."""
 FLOATS: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 HINTS: Mapping[str, str] = {
     "nan": DAMAGED,
@@ -30,21 +31,21 @@ HINTS: Mapping[str, str] = {
 }
 
 
-def recoded_rows(change: Recoded, reader: SourceReader) -> Iterator[Tensor]:
-    """Yield one tensor of the output as uint8 chunks in file order.
+def recoded_bands(change: Recoded, reader: SourceReader) -> Iterator[Band]:
+    """Yield the two tensors of a matrix, or scales alone, in another format: bands in the order of rows.
 
     Raises InvalidCheckpoint for a value that the other format cannot hold, with the tensor, row and columns.
     """
-    rows, unit, row_bytes = _extent(change)
+    n, unit, row_bytes = _extent(change)
     step = max(1, CHUNK // (unit * row_bytes)) * unit
-    for first in range(0, rows, step):
+    for first in range(0, n, step):
         try:
-            chunk = CODERS[change.rule](change, reader, first, min(step, rows - first))
+            band = CODERS[change.rule](change, reader, first, min(step, n - first))
         except Unencodable as e:
             info = change.sources[0]
             where = f"{info.shard}: {info.name}"
             raise InvalidCheckpoint(Problem(e.code, e.sentence(first), where, HINTS[e.code])) from e
-        yield chunk.view(torch.uint8)
+        yield {is_scale: rows.view(torch.uint8) for is_scale, rows in band.items()}
 
 
 def _extent(change: Recoded) -> tuple[int, int, int]:
@@ -62,31 +63,32 @@ def _block(change: Recoded) -> tuple[int, int]:
     return change.block or (1, GROUP)
 
 
-def _fp8(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
+def _fp8(change: Recoded, reader: SourceReader, first: int, count: int) -> Band:
     weight, scale = change.sources
     w_np, sf_ng = (reader.rows(info, first, count, None, slot) for slot, info in enumerate((weight, scale)))
-    if change.is_scale:
-        return ue8m0.to_fp32(block_scales(w_np, sf_ng, _block(change)))
-    return to_fp8(w_np, sf_ng, _block(change))[0]
+    codes, tiles = to_fp8(w_np, sf_ng, _block(change))
+    return {False: codes, True: ue8m0.to_fp32(tiles)}
 
 
-def _mxfp4(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
+def _mxfp4(change: Recoded, reader: SourceReader, first: int, count: int) -> Band:
     weight, *scales = change.sources
     rows = reader.rows(weight, first, count, None)
-    if not scales:
-        return from_floats(rows.view(FLOATS[weight.dtype]))[change.is_scale]
-    (n, k), block = (count, change.shape[1]), _block(change)
-    stored = reader.rows(scales[0], first // block[0], ceil_div(n, block[0]), None, 1)
-    if scales[0].dtype in FLOATS:
-        stored = stored.view(FLOATS[scales[0].dtype])
-    return from_fp8(rows, ue8m0.expand(stored, n, k, *block))[change.is_scale]
+    if scales:
+        block = _block(change)
+        stored = reader.rows(scales[0], first // block[0], ceil_div(count, block[0]), None, 1)
+        if scales[0].dtype in FLOATS:
+            stored = stored.view(FLOATS[scales[0].dtype])
+        codes, groups = from_fp8(rows, ue8m0.expand(stored, count, change.shape[1], *block))
+    else:
+        codes, groups = from_floats(rows.view(FLOATS[weight.dtype]))
+    return {False: codes, True: groups}
 
 
-def _f32(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
+def _f32(change: Recoded, reader: SourceReader, first: int, count: int) -> Band:
     rows = reader.rows(change.sources[0], first, count, None)
     refuse_where(rows == ue8m0.NAN, "nan", "the scale is a NaN (0xFF)", 1)
     refuse_where(rows == 0, "scale-range", "the scale is 2**-127, which is subnormal in F32, so that servers take it for 0,", 1)
-    return ue8m0.to_fp32(rows)
+    return {True: ue8m0.to_fp32(rows)}
 
 
-CODERS: Mapping[Rule, Callable[[Recoded, SourceReader, int, int], Tensor]] = {Rule.FP8: _fp8, Rule.MXFP4: _mxfp4, Rule.F32: _f32}
+CODERS: Mapping[Rule, Callable[[Recoded, SourceReader, int, int], Band]] = {Rule.FP8: _fp8, Rule.MXFP4: _mxfp4, Rule.F32: _f32}

@@ -7,14 +7,15 @@ scanned for NaN codes on the way, since one NaN in a padded or fused expert woul
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.conversion.recoding import recoded_rows
+from fse_convert.conversion.recoding import recoded_bands
 from fse_convert.conversion.source_rows import CHUNK, SourceReader
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import megamoe, ue8m0
@@ -29,11 +30,19 @@ from fse_convert.sidecar.tensors import KernelTensorName
 
 
 def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: Advance) -> None:
-    """Write one output shard durably, tensor by tensor as each one's change says; neighbours that are copied are one range."""
+    """Write one output shard durably, tensor by tensor as each one's change says; neighbours that are copied are one range.
+
+    A weight that is coded again and its scale are computed at once, and written where each has its place.
+    """
+    header, start = shard.header, len(shard.header)
+    matrices: dict[tuple[TensorInfo, ...], dict[bool, int]] = {}
+    for tensor in shard.tensors:
+        if isinstance(tensor.change, Recoded):
+            matrices.setdefault(tensor.change.sources, {})[tensor.change.is_scale] = start + tensor.start
     with new_file(path) as fd:
-        write_all(fd, shard.header)
+        write_all(fd, header)
         advance = writing_back(fd, advance)
-        advance(len(shard.header))
+        advance(start)
         for tensor, length in _runs(shard.tensors):
             change = tensor.change
             if isinstance(change, Copied):
@@ -41,7 +50,9 @@ def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: A
             elif isinstance(change, Padded):
                 _write_padded(fd, change, reader, advance)
             elif isinstance(change, Recoded):
-                _write(fd, recoded_rows(change, reader), advance)
+                if places := matrices.pop(change.sources, None):
+                    _write_matrix(fd, change, places, reader, advance)
+                os.lseek(fd, start + tensor.end, os.SEEK_SET)
             elif isinstance(change, Computed):
                 _write(fd, kernel_rows(change, reader), advance)
             elif not isinstance(change, Tripwire):
@@ -172,10 +183,19 @@ def _copy(fd: int, first: TensorInfo, length: int, reader: SourceReader, advance
     copy_range(src, fd, offset, length, advance)
 
 
-def _write(fd: int, chunks: Iterator[Tensor], advance: Advance) -> None:
+def _write(fd: int, chunks: Iterable[Tensor], advance: Advance) -> None:
     for rows in chunks:
         write_all(fd, _bytes(rows))
         advance(rows.numel())
+
+
+def _write_matrix(fd: int, change: Recoded, places: dict[bool, int], reader: SourceReader, advance: Advance) -> None:
+    """Write the tensors of one matrix: weight and scale, or one of them. ``places``: offsets by `Recoded.is_scale`."""
+    for band in recoded_bands(change, reader):
+        for is_scale, at in places.items():
+            os.lseek(fd, at, os.SEEK_SET)
+            _write(fd, (band[is_scale],), advance)
+            places[is_scale] = at + band[is_scale].nbytes
 
 
 def _bytes(rows: Tensor) -> memoryview:

@@ -28,10 +28,12 @@ MANTISSA = 7
 """Bits of BF16's mantissa."""
 ROUNDING = 0x20
 """Carries a mantissa of 1.75 or more into the exponent: 0x200000 in F32's bits."""
-THRESHOLDS = (1, 3, 5, 7, 10, 14, 20)
-"""Four times the middle between each code's magnitude and the next; a tie goes to the even one."""
-ROW = 6 << MANTISSA
-"""Bits of what a group with byte 3 can hold are below this."""
+QUARTER = 2
+"""A quarter of a scale: so much less is its exponent, and all below it becomes zero."""
+LEAST = 133
+"""The least number of BF16 is 2**-133."""
+THRESHOLDS = (0, 11, 18, 21, 26, 29, 34)
+"""The last place (see `_places`) before each code: the middles between magnitudes; a tie goes to the even code."""
 E8M0_BIAS = 127
 FP8_BYTES = (E8M0_BIAS - 11, E8M0_BIAS + 7)
 """The scale bytes that groups of E4M3 codes have under scale 1, from 2**-9 alone to 448."""
@@ -70,9 +72,7 @@ def _from_powers_of_two(codes_nk: Tensor, scale_ng: Tensor) -> tuple[Tensor, Ten
     top_ng = (codes_nk & 0x7F).view(n, -1, GROUP).to(torch.int32).amax(2)
     refuse_where(top_ng == 0x7F, "nan", "there is a NaN")
     byte_ng = _bytes_of_e4m3().index_select(0, top_ng.flatten()).view_as(top_ng)
-    index = codes_nk.view(torch.int16).view(-1, GROUP // 2).to(torch.int32) & 0xFFFF
-    index += (byte_ng.view(-1, 1) - FP8_BYTES[0]) << 16
-    w_np = _pairs_of_e4m3().index_select(0, index.view(-1)).view(n, k // 2)
+    w_np = _looked_up(_pairs_of_e4m3(), codes_nk, byte_ng - FP8_BYTES[0] << 16).view(n, k // 2)
     return w_np, _scaled(byte_ng, scale_ng.to(torch.int32) - E8M0_BIAS, top_ng == 0)
 
 
@@ -90,8 +90,12 @@ def _encoded(bits_nk: Tensor) -> tuple[Tensor, Tensor]:
     top = magnitude.to(torch.int32).amax(1)
     refuse_where(top.view(n, -1) >= INFINITY, "nan", "there is a NaN or an infinity")
     byte = _bytes(top)
-    pairs = (_codes(magnitude, byte) | bits_nk.view(-1, GROUP) >> 12 & SIGN).view(torch.int32)
-    return (pairs | pairs >> 12).to(torch.uint8).view(n, k // 2), byte.view(n, -1)
+    quarter, tiny = byte - QUARTER << MANTISSA, byte <= QUARTER
+    if tiny.any():
+        magnitude[tiny] = _in_least_numbers(magnitude[tiny])
+        quarter[tiny] += LEAST << MANTISSA
+    place = _places(magnitude, quarter).bitwise_xor_((bits_nk >> 15).view_as(magnitude))
+    return _looked_up(_pairs_by_place(), place.to(torch.uint8)).view(n, k // 2), byte.view(n, -1)
 
 
 def _bytes(top: Tensor) -> Tensor:
@@ -99,23 +103,38 @@ def _bytes(top: Tensor) -> Tensor:
     return ((top + ROUNDING >> MANTISSA) - 2).clamp(min=0)
 
 
-def _codes(magnitude: Tensor, byte: Tensor) -> Tensor:
-    """Return the codes of BF16 magnitudes ``[groups, 32]`` by their groups' bytes, as int16.
+def _in_least_numbers(magnitude: Tensor) -> Tensor:
+    """Return the BF16 bits of small magnitudes, some of them subnormal, as multiples of the least of them, 2**-133."""
+    shift = ((magnitude >> MANTISSA) - 1).clamp(min=0)
+    return (magnitude - (shift << MANTISSA) << shift).bfloat16().view(torch.int16)
 
-    From byte 3 on all thresholds are normal numbers, and bits move with the exponent: one row of the table is for all of them.
+
+def _places(magnitude: Tensor, quarter: Tensor) -> Tensor:
+    """Return where BF16 magnitudes lie among the thresholds of their groups; overwrites them.
+
+    All thresholds are multiples of 32 above a quarter of the scale: a place is twice the multiple, and one more between two.
     """
-    few = byte.clamp(max=3)
-    start = (3 - few) * ROW - (byte - few << MANTISSA)
-    index = (magnitude + start.to(torch.int16).view(-1, 1)).clamp_(0, 4 * ROW - 1)
-    return _table().index_select(0, index.view(-1).to(torch.int32)).view_as(magnitude)
+    place = magnitude.sub_(quarter.to(torch.int16).view(-1, 1)).clamp_(min=0)
+    return (place & 15).add_(15).bitwise_or_(place).bitwise_right_shift_(4)
+
+
+def _looked_up(table: Tensor, elements: Tensor, first: Tensor | None = None) -> Tensor:
+    """Return entries of a table by two neighbouring bytes each; ``first``: of the table's part, int32 by group."""
+    index = elements.view(torch.uint16).view(-1, GROUP // 2).to(torch.int32)
+    return table.index_select(0, (index if first is None else index.add_(first.view(-1, 1))).view(-1))
 
 
 @lru_cache(maxsize=1)
-def _table() -> Tensor:
-    """Return codes by BF16 magnitude, for bytes 3, 2, 1 and 0: int16 ``[4 * ROW]``; all counts in BF16's least number, 2**-133."""
-    values = [m if m >> MANTISSA == 0 else (128 + m % 128) << (m >> MANTISSA) - 1 for m in range(ROW)]
-    rows = [[sum(v + i % 2 > t << byte + 4 for i, t in enumerate(THRESHOLDS)) for v in values] for byte in (3, 2, 1, 0)]
-    return torch.tensor(rows, dtype=torch.int16).flatten()
+def _pairs_by_place() -> Tensor:
+    """Return the byte of two MXFP4 codes by two places, complements for negative numbers: uint8 ``[65536]``."""
+    place = torch.arange(128)
+    code = sum((place > t).to(torch.uint8) for t in THRESHOLDS)
+    return _pairs(torch.cat((code, code.flip(0) | SIGN)))
+
+
+def _pairs(code: Tensor) -> Tensor:
+    """Return what two codes make together, the first in the low nibble, by pairs of bytes: ``[..., 256] -> [..., 65536]``."""
+    return (code[..., None, :] | code[..., :, None] << 4).flatten(-2)
 
 
 @lru_cache(maxsize=1)
@@ -133,10 +152,11 @@ def _bytes_of_e4m3() -> Tensor:
 @lru_cache(maxsize=1)
 def _pairs_of_e4m3() -> Tensor:
     """Return the byte of two MXFP4 codes by scale byte and two E4M3 codes; what no group of that scale holds is arbitrary."""
-    byte = torch.arange(FP8_BYTES[0], FP8_BYTES[1] + 1)
-    bits = _e4m3_bits().expand(len(byte), 256)
-    code = _codes(bits & 0x7FFF, byte) | bits >> 12 & SIGN
-    return (code[:, None, :] | code[:, :, None] << 4).to(torch.uint8).flatten()
+    quarter = torch.arange(FP8_BYTES[0], FP8_BYTES[1] + 1) - QUARTER << MANTISSA
+    bits = _e4m3_bits()
+    place = _places((bits & 0x7FFF).repeat(len(quarter), 1), quarter)
+    code = sum((place > t).to(torch.uint8) for t in THRESHOLDS)
+    return _pairs(code | (bits >> 12 & SIGN).to(torch.uint8)).flatten()
 
 
 def _bf16_bits(x_nk: Tensor) -> Tensor:

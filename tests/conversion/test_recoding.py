@@ -62,7 +62,7 @@ def change(rule: Rule, places: dict[str, TensorInfo], *, scale: bool, block: tup
 
 
 def streamed(recoded: Recoded, reader: SourceReader) -> Tensor:
-    return torch.cat([rows.flatten().clone() for rows in recoding.recoded_rows(recoded, reader)])
+    return torch.cat([band[recoded.is_scale].flatten() for band in recoding.recoded_bands(recoded, reader)])
 
 
 W_MXFP4, SF_MXFP4 = random(N, K // 2), random(N, K // 32, least=100, most=114)
@@ -124,7 +124,8 @@ def test_a_band_is_no_larger_than_a_chunk_or_a_row_of_tiles(tmp_path: Path, monk
     with source(tmp_path, {"w": ("I8", W_MXFP4), "s": ("F8_E8M0", SF_MXFP4)}) as (reader, places):
         for block, rows in ((32, 96), (128, 128)):
             recoded = change(Rule.FP8, places, scale=False, block=(block, block))
-            assert [len(band) for band in recoding.recoded_rows(recoded, reader)] == [rows] * (N // rows) + [N % rows]
+            bands = recoding.recoded_bands(recoded, reader)
+            assert [len(band[False]) for band in bands] == [rows] * (N // rows) + [N % rows]
 
 
 @pytest.fixture
