@@ -49,13 +49,13 @@ def recoded_bands(change: Recoded, reader: SourceReader) -> Iterator[Band]:
 
 
 def _extent(change: Recoded) -> tuple[int, int, int]:
-    """Return rows, how many of them belong together, and the bytes that one has at its widest: bits of floats are F32's."""
+    """Return rows, how many of them belong together, and the bytes that one has at its widest; bits of floats are BF16's."""
     info = change.sources[0]
     if change.rule is Rule.F32:
         rows, row_bytes = matrix(info)
         return rows, 1, element_bytes("F32") * row_bytes
     rows, columns = change.shape
-    return rows, _block(change)[0], columns * element_bytes("F8_E4M3" if change.rule is Rule.FP8 else "F32")
+    return rows, _block(change)[0], columns * element_bytes("F8_E4M3" if change.rule is Rule.FP8 else "BF16")
 
 
 def _block(change: Recoded) -> tuple[int, int]:

@@ -136,8 +136,7 @@ def _looked_up(table: tuple[int, ...], index: Tensor) -> Tensor:
 def _magnitude_bits(w_np: Tensor) -> Tensor:
     """Return by group the bits that its doubled magnitudes have set, 0 to 15: int32 ``[n, g]``."""
     n, p = w_np.shape
-    either = torch.tensor([DOUBLED[byte % SIGN] | DOUBLED[(byte >> 4) % SIGN] for byte in range(256)], dtype=torch.uint8)
-    halves = either.index_select(0, w_np.flatten().to(torch.int32)).view(torch.int64).view(-1, 2)
+    halves = _bits_of_pairs().index_select(0, w_np.flatten().to(torch.int32)).view(torch.int64).view(-1, 2)
     words = halves[:, 0] | halves[:, 1]
     for bits in (32, 16, 8):
         words |= words >> bits
@@ -166,6 +165,12 @@ def _span(bad: Tensor, most_ng: Tensor, least_ng: Tensor, e_ng: Tensor, block: t
 def _e4m3() -> dict[int, int]:
     """Return the codes of E4M3 by their values in units of 2**-13: 2**-9 is its least number, 4 bits are for what is finer."""
     return {(a if a < 8 else (8 + a % 8) << (a >> 3) - 1) << 4: a for a in range(NAN >> 1)}
+
+
+@lru_cache(maxsize=1)
+def _bits_of_pairs() -> Tensor:
+    """Return the bits that two doubled magnitudes have set, by the byte of their codes: uint8 ``[256]``."""
+    return torch.tensor([DOUBLED[byte % SIGN] | DOUBLED[(byte >> 4) % SIGN] for byte in range(256)], dtype=torch.uint8)
 
 
 @lru_cache(maxsize=1)

@@ -30,6 +30,8 @@ ROUNDING = 0x20
 """Carries a mantissa of 1.75 or more into the exponent: 0x200000 in F32's bits."""
 QUARTER = 2
 """A quarter of a scale: so much less is its exponent, and all below it becomes zero."""
+NORMAL = QUARTER + 4 << MANTISSA
+"""BF16 bits of a number so large that a quarter of its group's scale is no subnormal number."""
 LEAST = 133
 """The least number of BF16 is 2**-133."""
 THRESHOLDS = (0, 11, 18, 21, 26, 29, 34)
@@ -88,10 +90,13 @@ def _encoded(bits_nk: Tensor) -> tuple[Tensor, Tensor]:
     check_groups(k)
     magnitude = (bits_nk & 0x7FFF).view(-1, GROUP)
     top = magnitude.to(torch.int32).amax(1)
-    refuse_where(top.view(n, -1) >= INFINITY, "nan", "there is a NaN or an infinity")
+    least, most = map(int, torch.aminmax(top))
+    if most >= INFINITY:
+        refuse_where(top.view(n, -1) >= INFINITY, "nan", "there is a NaN or an infinity")
     byte = _bytes(top)
-    quarter, tiny = byte - QUARTER << MANTISSA, byte <= QUARTER
-    if tiny.any():
+    quarter = byte - QUARTER << MANTISSA
+    if least < NORMAL:
+        tiny = byte <= QUARTER
         magnitude[tiny] = _in_least_numbers(magnitude[tiny])
         quarter[tiny] += LEAST << MANTISSA
     place = _places(magnitude, quarter).bitwise_xor_((bits_nk >> 15).view_as(magnitude))
@@ -127,9 +132,12 @@ def _looked_up(table: Tensor, elements: Tensor, first: Tensor | None = None) -> 
 @lru_cache(maxsize=1)
 def _pairs_by_place() -> Tensor:
     """Return the byte of two MXFP4 codes by two places, complements for negative numbers: uint8 ``[65536]``."""
-    place = torch.arange(128)
-    code = sum((place > t).to(torch.uint8) for t in THRESHOLDS)
+    code = _by_place(torch.arange(128))
     return _pairs(torch.cat((code, code.flip(0) | SIGN)))
+
+
+def _by_place(place: Tensor) -> Tensor:
+    return (place[..., None] > torch.tensor(THRESHOLDS)).sum(-1).to(torch.uint8)
 
 
 def _pairs(code: Tensor) -> Tensor:
@@ -154,8 +162,7 @@ def _pairs_of_e4m3() -> Tensor:
     """Return the byte of two MXFP4 codes by scale byte and two E4M3 codes; what no group of that scale holds is arbitrary."""
     quarter = torch.arange(FP8_BYTES[0], FP8_BYTES[1] + 1) - QUARTER << MANTISSA
     bits = _e4m3_bits()
-    place = _places((bits & 0x7FFF).repeat(len(quarter), 1), quarter)
-    code = sum((place > t).to(torch.uint8) for t in THRESHOLDS)
+    code = _by_place(_places((bits & 0x7FFF).repeat(len(quarter), 1), quarter))
     return _pairs(code | (bits >> 12 & SIGN).to(torch.uint8)).flatten()
 
 

@@ -224,9 +224,10 @@ def test_a_shard_of_copied_relabelled_dropped_and_recoded_tensors(tmp_path: Path
         order = [
             copied("a"),
             copied("c", "C", "I8"),
-            *recoded,
+            recoded[1],
             copied("d"),
             copied("f"),
+            recoded[0],
             copied("g"),
             copied("e"),
             copied("a", "A"),
@@ -243,6 +244,25 @@ def test_a_shard_of_copied_relabelled_dropped_and_recoded_tensors(tmp_path: Path
     assert torch.equal(got.pop("A"), plain["a"])
     assert got.keys() == set("adefg")
     assert all(torch.equal(tensor, plain[name]) for name, tensor in got.items())
+
+
+def test_a_matrix_is_read_once_for_weight_and_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    with source(tmp_path, {"w": ("I8", W_MXFP4), "s": ("F8_E8M0", SF_MXFP4)}) as (reader, places):
+        rows = reader.rows
+        monkeypatch.setattr(reader, "rows", lambda info, *rest: (read.append(info.name), rows(info, *rest))[1])
+        scale = TensorSpec("s", "F32", (2, 2), change(Rule.FP8, places, scale=True))
+        weight = TensorSpec("w", "F8_E4M3", (N, K), change(Rule.FP8, places, scale=False))
+        for i, specs in enumerate(((scale, weight), (weight,), (scale,))):
+            read.clear()
+            path = tmp_path / f"out {i}"
+            write_shard(OutputShard(name=path.name, tensors=placed(specs), metadata={}), reader, path, lambda n: None)
+            assert sorted(read) == ["s", "w"]
+            got = load_file(path)
+            assert got.keys() == {spec.name for spec in specs}
+            assert all(
+                torch.equal(got[n].view(torch.uint8), e.view(torch.uint8)) for n, e in zip("ws", exact(), strict=True) if n in got
+            )
 
 
 def test_copied_neighbours_are_one_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
