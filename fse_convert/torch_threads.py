@@ -1,7 +1,8 @@
-"""torch on one thread, and its import beside other work."""
+"""torch on one thread, with memory that it gets back, and its import beside other work."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -10,6 +11,10 @@ from importlib.util import find_spec
 from threading import Lock, Thread
 from types import ModuleType
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's mallopt, malloc.h."""
+KEPT = 32 << 20
+"""Bytes: more than the tensors between reading and writing a chunk take together; glibc takes no greater threshold."""
 _lock = Lock()
 _beside: Future[ModuleType] | None = None
 _users = 0
@@ -33,6 +38,7 @@ def one_torch_thread() -> Iterator[None]:
         if not _users:
             _before = torch.get_num_threads()
             torch.set_num_threads(1)
+            _keep_freed_memory()
         _users += 1
     try:
         yield
@@ -41,6 +47,16 @@ def one_torch_thread() -> Iterator[None]:
             _users -= 1
             if not _users:
                 torch.set_num_threads(_before)
+
+
+def _keep_freed_memory() -> None:
+    """Let the next tensors have the memory of the last ones: new pages for each take up to ten times as long as computing it.
+
+    glibc would return the top of its heap to the system after every chunk. Other libraries are left alone.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            mallopt(parameter, KEPT)
 
 
 def need_torch() -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.plan.tensors import Recoded, Rule
 from fse_convert.verification.addresses import GROUP
-from fse_convert.verification.decode import E2M1, Matrix, decode_codes, decode_mxfp4, decode_scales
+from fse_convert.verification.decode import Matrix, decode_codes, decode_mxfp4, decode_scales
 from fse_convert.verification.stream import CHUNK, Memory, Undefined
 from fse_convert.verification.tensors import Rows, SourceTensors
 
@@ -177,16 +177,16 @@ def mxfp4_scales(values: Tensor) -> Tensor:
 
 
 def mxfp4_codes(values: Tensor, scales: Tensor) -> Tensor:
-    """Return the nearest MXFP4 codes of float64 values ``[n, k]`` under their groups' scales: uint8 ``[n, k / 2]``.
+    """Return the nearest MXFP4 codes of float64 values ``[n, k]`` under their groups' own scales: uint8 ``[n, k / 2]``.
 
-    Magnitudes are 0.5 apart below 2, 1 below 4, and 2 above; ties go to the even multiple, which is the even code; 6 is the last.
+    Codes are 0.5 apart below a magnitude of 2, 1 below 4, and 2 above, so that 2 x, x + 2 and x / 2 + 4 count them: the least of
+    the three does everywhere, and its ties go to the even code. The rule of the scales leaves no magnitude of 7 or more.
     """
-    groups = values.view(values.shape[0], -1, GROUP)
-    scaled = groups.abs() * decode_scales(NAN - 1 - scales)[:, :, None]
-    level = (scaled >= 2).to(torch.uint8).add_((scaled >= 4).to(torch.uint8))
-    scaled.view(-1).mul_(torch.tensor((2.0, 1.0, 0.5), dtype=torch.float64).index_select(0, level.view(-1).int())).round_()
-    codes = scaled.to(torch.uint8).add_(level, alpha=2).clamp_(max=len(E2M1) - 1) | groups.signbit().to(torch.uint8) << 3
-    return (codes[:, :, ::2] | codes[:, :, 1::2] << 4).flatten(1)
+    x = values.view(values.shape[0], -1, GROUP).abs().mul_(decode_scales(NAN - 1 - scales)[:, :, None])
+    count = torch.minimum(2 * x, x + 2)
+    codes = torch.minimum(count, x.mul_(0.5).add_(4), out=count).round_().to(torch.uint8).view(values.shape)
+    pairs = codes.bitwise_or_((values.view(torch.int64) >> 60).to(torch.uint8).bitwise_and_(8)).view(torch.int16)
+    return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def _bytes(tensor: Tensor, memory: Memory) -> memoryview:
