@@ -31,7 +31,7 @@ def _scale_table(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _pair_table() -> Tensor:
+def _mxfp4_pairs() -> Tensor:
     """Return the two values of a byte of MXFP4 codes, the even column's first: float32 ``[256, 2]``, as int64 for one look-up."""
     values = torch.tensor((*E2M1, *(-m for m in E2M1)))
     byte = torch.arange(256)
@@ -41,6 +41,13 @@ def _pair_table() -> Tensor:
 @functools.cache
 def _code_table(device: torch.device) -> Tensor:
     return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double().to(device)  # a cast of each code is slower
+
+
+@functools.cache
+def _code_pairs() -> Tensor:
+    """Return the values of two E4M3 codes by the word that they make: float32 ``[65536, 2]``, as int64."""
+    values = _code_table(torch.device("cpu")).float()
+    return torch.stack((values.expand(256, -1), values[:, None].expand(-1, 256)), 2).view(torch.int64).flatten()
 
 
 def decode_codes(codes: Tensor) -> Tensor:
@@ -55,8 +62,12 @@ def decode_scales(scale: Tensor) -> Tensor:
 
 def decode_mxfp4(w_np: Tensor) -> Tensor:
     """Decode bytes of two MXFP4 codes to float32 ``[n, 2 p]``, without their groups' scales; zeros keep their sign."""
-    pairs = _pair_table().index_select(0, w_np.flatten().int())
-    return pairs.view(torch.float32).view(w_np.shape[0], -1)
+    return _looked_up(_mxfp4_pairs(), w_np)
+
+
+def _looked_up(pairs: Tensor, words: Tensor) -> Tensor:
+    """Return the values, float32 ``[n, 2 p]``, of words ``[n, p]`` that stand for two each."""
+    return pairs.index_select(0, words.flatten().int()).view(torch.float32).view(words.shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +84,14 @@ class Matrix:
     tensors: SourceTensors
     memory: Memory = field(default_factory=Memory)
 
-    def values(self, start: int, stop: int) -> Tensor:
-        """Return rows ``[start, stop)`` as float64; what is NaN or infinite in the file is so here."""
+    def values(self, start: int, stop: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Return rows ``[start, stop)``, exactly if ``dtype`` holds them; what is NaN or infinite in the file is so here."""
         rows = self.tensors.rows(self.weight, start, stop, self.memory, "weight")
         if self.scale is None or self.block is None:
-            return rows.view(FLOATS[self.weight.dtype]).double()
-        codes = decode_codes(rows) if self.weight.dtype == "F8_E4M3" else decode_mxfp4(rows).double()
-        return codes.view(len(rows), -1, GROUP).mul_(self.scales(start, stop)[:, :, None]).view(codes.shape)
+            return rows.view(FLOATS[self.weight.dtype]).to(dtype)
+        codes = _looked_up(_code_pairs(), rows.view(torch.uint16)) if self.weight.dtype == "F8_E4M3" else decode_mxfp4(rows)
+        values = codes.to(dtype)
+        return values.view(len(rows), -1, GROUP).mul_(self.scales(start, stop).to(dtype)[:, :, None]).view(values.shape)
 
     def scales(self, start: int, stop: int) -> Tensor:
         """Return the scale of every group of rows ``[start, stop)``: float64 ``[n, g]``."""

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.plan.tensors import Recoded, Rule
 from fse_convert.verification.addresses import GROUP
-from fse_convert.verification.decode import Matrix, decode_codes, decode_mxfp4, decode_scales
+from fse_convert.verification.decode import FLOATS, Matrix, decode_codes, decode_mxfp4, decode_scales
 from fse_convert.verification.stream import CHUNK, Memory, Undefined
 from fse_convert.verification.tensors import Rows, SourceTensors
 
@@ -154,9 +154,11 @@ def _mxfp4(change: Recoded, source: SourceTensors) -> Rows:
     if change.weight is None:
         raise ValueError("a matrix is coded from a weight")
     matrix, (n, k) = Matrix(change.weight, change.scale, change.shape, change.block, source), change.shape
+    fine = change.sources[-1].dtype == "F32" or (change.scale is not None and change.scale.dtype in FLOATS)
+    dtype = torch.float64 if fine else torch.float32
 
     def expected(first: int, count: int, memory: Memory) -> memoryview:
-        values = matrix.values(first, first + count)
+        values = matrix.values(first, first + count, dtype)
         scales = mxfp4_scales(values)
         return _bytes(scales if change.is_scale else mxfp4_codes(values, scales), memory)
 
@@ -164,7 +166,7 @@ def _mxfp4(change: Recoded, source: SourceTensors) -> Rows:
 
 
 def mxfp4_scales(values: Tensor) -> Tensor:
-    """Return the E8M0 bytes of float64 values ``[n, k]`` as MXFP4, by the definition: uint8 ``[n, k / 32]``.
+    """Return the E8M0 bytes of values ``[n, k]`` as MXFP4, by the definition: uint8 ``[n, k / 32]``.
 
     Per group of 32: ``floor(log2(amax)) - 2``, one more where amax's mantissa is 1.75 or above, within [-127, 127]; -127 for zeros.
     Raises Undefined for what is not finite. Rule: vLLM 0.33 model_executor/layers/quantization/utils/mxfp4_utils.py.
@@ -177,15 +179,17 @@ def mxfp4_scales(values: Tensor) -> Tensor:
 
 
 def mxfp4_codes(values: Tensor, scales: Tensor) -> Tensor:
-    """Return the nearest MXFP4 codes of float64 values ``[n, k]`` under their groups' own scales: uint8 ``[n, k / 2]``.
+    """Return the nearest MXFP4 codes of values ``[n, k]`` under their groups' own scales: uint8 ``[n, k / 2]``.
 
-    Codes are 0.5 apart below a magnitude of 2, 1 below 4, and 2 above, so that 2 x, x + 2 and x / 2 + 4 count them: the least of
-    the three does everywhere, and its ties go to the even code. The rule of the scales leaves no magnitude of 7 or more.
+    ``values``: float64, or float32 of fewer than 20 bits, which leave room for the sums. Codes are 0.5 apart below a magnitude of
+    2, 1 below 4, and 2 above, so that 2 x, x + 2 and x / 2 + 4 count them: the least of the three does everywhere, and its ties
+    go to the even code. The rule of the scales leaves no magnitude of 7 or more.
     """
-    x = values.view(values.shape[0], -1, GROUP).abs().mul_(decode_scales(NAN - 1 - scales)[:, :, None])
+    factors = decode_scales(NAN - 1 - scales).to(values.dtype)
+    x = values.view(values.shape[0], -1, GROUP).abs().mul_(factors[:, :, None])
     count = torch.minimum(2 * x, x + 2)
     codes = torch.minimum(count, x.mul_(0.5).add_(4), out=count).round_().to(torch.uint8).view(values.shape)
-    pairs = codes.bitwise_or_((values.view(torch.int64) >> 60).to(torch.uint8).bitwise_and_(8)).view(torch.int16)
+    pairs = codes.add_(values.signbit(), alpha=8).view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
