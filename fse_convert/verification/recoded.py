@@ -188,8 +188,8 @@ def mxfp4_codes(values: Tensor, scales: Tensor) -> Tensor:
     factors = decode_scales(NAN - 1 - scales).to(values.dtype)
     x = values.view(values.shape[0], -1, GROUP).abs().mul_(factors[:, :, None])
     count = torch.minimum(2 * x, x + 2)
-    codes = torch.minimum(count, x.mul_(0.5).add_(4), out=count).round_().to(torch.uint8).view(values.shape)
-    pairs = codes.add_(values.signbit(), alpha=8).view(torch.int16)
+    codes = torch.minimum(count, x.mul_(0.5).add_(4), out=count).round_().to(torch.int8)  # from floats four times as fast as uint8
+    pairs = codes.view(values.shape).add_(values.signbit(), alpha=8).view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
