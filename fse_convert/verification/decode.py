@@ -102,4 +102,4 @@ class Matrix:
         dtype = self.scale.dtype
         values = stored.view(FLOATS[dtype]).double() if dtype in FLOATS else decode_scales(stored)
         row, group = torch.arange(start, stop) // bm - first, torch.arange(0, self.shape[1], GROUP) // bk
-        return values[row[:, None], group]
+        return values.index_select(1, group).index_select(0, row)

@@ -189,7 +189,8 @@ def mxfp4_codes(values: Tensor, scales: Tensor) -> Tensor:
     x = values.view(values.shape[0], -1, GROUP).abs().mul_(factors[:, :, None])
     count = torch.minimum(2 * x, x + 2)
     codes = torch.minimum(count, x.mul_(0.5).add_(4), out=count).round_().to(torch.int8)  # from floats four times as fast as uint8
-    pairs = codes.view(values.shape).add_(values.signbit(), alpha=8).view(torch.int16)
+    signs = (values.float().view(torch.int32) >> 28).to(torch.int8).bitwise_and_(8)
+    pairs = codes.view(values.shape).bitwise_or_(signs).view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
