@@ -34,7 +34,7 @@ from fse_convert.conversion.source_rows import open_reader
 from fse_convert.conversion.writer import write_shard
 from fse_convert.plan.tensors import OutputShard, Recoded, Rule, TensorSpec, placed
 from fse_convert.torch_threads import one_torch_thread
-from fse_convert.verification.pieces import Comparison, shard_pieces
+from fse_convert.verification.expected_bytes import Comparison, shard_pieces
 from fse_convert.verification.stream import InputFiles, walk
 from fse_convert.verification.tensors import SourceTensors
 from tests.peers import published, wheels
@@ -151,7 +151,7 @@ def prove(root: Path, plan: OutputShard, source: Shard) -> None:
         notes=(),
     )
     changes = {t.name: t.change for t in plan.tensors if isinstance(t.change, Recoded)}
-    comparison = Comparison(checkpoint, root, main=changes)
+    comparison = Comparison(checkpoint, root, holds={out.name: changes})
     with InputFiles(root) as ours, InputFiles(root) as theirs:
         pieces = shard_pieces(comparison, out, None, SourceTensors.of(checkpoint, theirs))
         if walk(ours, out.name, pieces, lambda _: None).mismatches:
