@@ -111,7 +111,7 @@ def _family(family: Family) -> tuple[str, ...]:
     return (
         family.name,
         ", ".join(f"`{t}`" for t in family.model_types),
-        (f"`{family.example}`: all of a layer in one tensor" if family.stacked else names) + shared,
+        names + (f", or all in `{{{','.join(s.name for s in family.stacked)}}}`" if family.stacked else "") + shared,
         ", ".join(keys),
         _padding(family),
         "; ".join(_paths(family)),
@@ -122,8 +122,6 @@ def _family(family: Family) -> tuple[str, ...]:
 
 def _padding(family: Family) -> str:
     """Say whether a conversion of a small model of the family would pad it."""
-    if family.stacked:
-        return "no: experts in one tensor"
     try:
         decided = decide(describe_source(checkpoint(*example_of(family))), Options(None, tp=512))
     except FseConvertError as e:

@@ -9,14 +9,19 @@ from fse_convert.model.family import (
     DEFAULT,
     EITHER,
     EVERY_LAYER,
+    GATE_UP,
     MOE,
+    PROJ_NAMES,
     SPARSE,
+    STACKED,
     STEPPED,
+    TRANSPOSED,
     UNGATED,
     W_NAMES,
     Family,
     Share,
     Sparse,
+    Stack,
     Width,
 )
 
@@ -106,7 +111,9 @@ SHARED: tuple[Family, ...] = (
         model_types=("minimax_m3", "minimax_m3_text", "minimax_m3_vl", "minimax_m3_vl_text"),
         source="vLLM 0.33 models/minimax_m3/nvidia/model.py, mtp.py; transformers_utils/configs/minimax_m3.py",
         mtp=r"(?:language_model\.)?model\.mtp\.layers",
-        block=SPARSE,
+        block=f"{SPARSE}|mlp",  # transformers 5.24 saves a text model alone under `mlp`
+        stacked=STACKED,
+        fused=(Stack("gate_up_proj", GATE_UP),),
         routed_names=W_NAMES,
         widths=(
             EITHER,
@@ -140,6 +147,7 @@ SHARED: tuple[Family, ...] = (
         QWEN3_NEXT,
         name="Qwen3.5",
         model_types=("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"),
+        stacked=STACKED,
         source="vLLM 0.33 model_executor/models/qwen3_5.py, qwen3_5_mtp.py, models/qwen4_exp",
         mtp_key="mtp_num_hidden_layers",
     ),
@@ -162,7 +170,7 @@ SHARED: tuple[Family, ...] = (
     Family(
         name="Llama 4",
         model_types=("llama4", "llama4_text"),
-        stacked=True,
+        stacked=TRANSPOSED,
         source="vLLM 0.33 model_executor/models/llama4.py:107-155; transformers 5.24 llama4 (stacked routed experts)",
         block="feed_forward",
         shared="shared_expert",
@@ -195,12 +203,13 @@ SHARED: tuple[Family, ...] = (
     Family(
         name="Hunyuan-V4",
         model_types=("hy_v4", "hy_v4_vl", "hy_v4_vl_text"),
+        stacked=STACKED,
         source="vLLM 0.33 models/hy_v4/nvidia/model.py; transformers 5.24 hy_v4",
     ),
     Family(
         name="Step-5",
         model_types=("step5", "step3p5", "step3p7"),
-        stacked=True,
+        stacked=tuple(Stack(name, (role,)) for name, role in PROJ_NAMES.items()),
         source="vLLM 0.33 models/step5/nvidia/model.py:183-186, 2173-2190 (stacked routed experts), 1762 (share_expert_dim)",
         layers=BARE_LAYERS,
         block="moe",
@@ -335,6 +344,7 @@ SHARED: tuple[Family, ...] = (
         name="Mistral 4",
         model_types=("mistral4",),
         source="transformers 5.24 mistral4:178, 220",
+        stacked=STACKED,
         mtp_key=None,
     ),
     replace(

@@ -1,0 +1,84 @@
+"""Families whose releases hold all routed experts of a layer in one tensor. As data, like `fse_convert.model.families`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fse_convert.model.family import (
+    EITHER,
+    EVERY_LAYER,
+    GATE_UP,
+    SPARSE,
+    STEPPED,
+    TRANSPOSED,
+    Family,
+    Share,
+    Stack,
+    Width,
+)
+from fse_convert.model.moe import Role
+
+GRANITE = Family(
+    name="Granite-MoE",
+    model_types=("granitemoe",),
+    source="vLLM 0.33 model_executor/models/granitemoe.py; SGLang 0.5.23 models/granitemoe.py:329;"
+    " transformers 5.24 granitemoe, conversion_mapping.py:915-928",
+    block=SPARSE,
+    shared="",
+    widths=(EITHER,),
+    n_routed_keys=("num_local_experts",),
+    n_shared_keys=(),
+    stacked=(Stack("input_linear", GATE_UP), Stack("output_linear", (Role.DOWN,))),
+    mtp_key=None,
+    sparse=EVERY_LAYER,
+)
+
+STACKED_ONLY: tuple[Family, ...] = (
+    GRANITE,
+    replace(
+        GRANITE,
+        name="Granite-MoE shared",
+        model_types=("granitemoeshared", "granitemoehybrid", "granitemoe_swa"),
+        source="vLLM 0.33 model_executor/models/granitemoeshared.py:106-110, granitemoehybrid.py; SGLang 0.5.23"
+        " models/granitemoe.py:329-335; transformers 5.24 granitemoehybrid:745-775",
+        shared="shared_mlp",
+        beside=True,
+        shared_names={"output_linear": Role.DOWN},
+        widths=(EITHER, Width("shared_intermediate_size", Share.SHARED)),
+        fused=(Stack("input_linear", GATE_UP),),
+    ),
+    Family(
+        name="gpt-oss",
+        model_types=("gpt_oss",),
+        source="vLLM 0.33 model_executor/models/gpt_oss.py:394, 577-585, 859-900, 1382-1396; transformers 5.24 gpt_oss:68",
+        shared="",
+        widths=(EITHER,),
+        n_routed_keys=("num_local_experts",),
+        n_shared_keys=(),
+        stacked=(Stack("experts.gate_up_proj", GATE_UP, transposed=True, interleaved=True), TRANSPOSED[1]),
+        mtp_key=None,
+        sparse=EVERY_LAYER,
+    ),
+    Family(
+        name="Qwen3-VL-MoE",
+        model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        source="vLLM 0.33 model_executor/models/qwen3_vl_moe.py:76; transformers 5.24 conversion_mapping.py:1450-1461",
+        shared="",
+        n_routed_keys=("num_experts", "num_local_experts"),
+        n_shared_keys=(),
+        stacked=TRANSPOSED,
+        mtp_key=None,
+        sparse=STEPPED,
+    ),
+    Family(
+        name="Aria",
+        model_types=("aria", "aria_text"),
+        source="vLLM 0.33 model_executor/models/aria.py; transformers 5.24 aria:227-288, conversion_mapping.py:905-914",
+        widths=(EITHER,),
+        n_routed_keys=("moe_num_experts",),
+        n_shared_keys=("moe_num_shared_experts",),
+        stacked=(Stack("experts.fc1", GATE_UP, transposed=True), Stack("experts.fc2", (Role.DOWN,), transposed=True)),
+        mtp_key=None,
+        sparse=EVERY_LAYER,
+    ),
+)
