@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fse_convert.model.families import RUN
 from fse_convert.testing.patch import poke
@@ -37,7 +38,8 @@ COMMON: Config = {
 class Model:
     """A model type, keys of its own, and every key that must say the new width, with the number of experts it is wide.
 
-    ``options``: of a conversion that pads its experts to 512.
+    ``options``: of a conversion that pads its experts to 512. ``original``: saved under the names of its releases, else under those
+    of its modules. ``transposed``: releases hold the experts' tensors so, which transformers reads, and does not write.
     """
 
     model_type: str
@@ -46,6 +48,8 @@ class Model:
     name: str = ""
     vision: Config = field(default_factory=dict)
     options: tuple[str, ...] = ("--allow-unfused",)
+    original: bool = True
+    transposed: bool = False
 
 
 TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 512}
@@ -59,7 +63,28 @@ def routed_only(model_type: str, key: str = MOE, **own: Any) -> Model:
     return Model(model_type, {key: 320, **own}, {key: 1}, options=("--tp", "512"))
 
 
+SHARED = "shared_intermediate_size"
+STEP_TOWER = {**PIXTRAL, "image_size": 28, "patch_size": 14}
+STACKED = (
+    Model("qwen3_5_moe_text", FULL, {MOE: 1, OWN: 1}, name="stacked", original=False),
+    Model("llama4_text", {EITHER: 320, "intermediate_size_mlp": 384, "head_dim": 128}, {EITHER: 1}),
+    routed_only("gpt_oss", EITHER, head_dim=64),
+    routed_only("granitemoe", EITHER),
+    Model("granitemoeshared", {EITHER: 320, SHARED: 640}, {EITHER: 1, SHARED: 2}),
+    Model("granitemoehybrid", {EITHER: 320, SHARED: 320}, {EITHER: 1, SHARED: 1}),
+    Model("granitemoe_swa", {EITHER: 320, SHARED: 320}, {EITHER: 1, SHARED: 1}),
+    Model("hy_v4"),
+    Model("minimax_m3_vl_text", {EITHER: 320, SHARED: 320}, {EITHER: 1, SHARED: 1}),
+    Model("qwen3_vl_moe", {}, vision=TOWER, options=("--tp", "512"), transposed=True),
+    Model("mistral4"),
+    Model("aria_text", {EITHER: 320}, {EITHER: 1}),
+    Model(
+        "step3p7", {"share_expert_dim": 320, "mlp_layer_types": TYPES, **FULL}, {MOE: 1, "share_expert_dim": 1}, vision=STEP_TOWER
+    ),
+)
+"""Models with all routed experts of a layer in one tensor, or in one per projection."""
 MODELS = (
+    *STACKED,
     Model("deepseek_v2"),
     Model("deepseek_v3"),
     Model("deepseek_v3", {"n_shared_experts": 2}, name="two shared"),
@@ -139,7 +164,10 @@ def save(model: Model, root: Path) -> None:
     built = loader_of(config).from_config(config)
     for parameter in built.parameters():  # larger than the initial values, so that experts matter in the logits
         torch.nn.init.normal_(parameter, std=0.05)
-    built.to(torch.bfloat16).save_pretrained(root, max_shard_size="5MB")
+    built.to(torch.bfloat16).save_pretrained(root, max_shard_size="5MB", save_original_format=model.original)
+    for path in root.glob("*.safetensors") if model.transposed else ():
+        stored = {n: t.transpose(1, 2).contiguous() if ".experts." in n else t for n, t in load_file(path).items()}
+        save_file(stored, path, metadata={"format": "pt"})
 
 
 def logits(root: Path, dtype: torch.dtype) -> torch.Tensor:

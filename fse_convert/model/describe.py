@@ -260,7 +260,7 @@ def _add_odd_stacks(layer: MoELayer, slots: Sequence[Slot], problems: _Problems)
         message = f"routed experts in one {len(odd[0].shape)}-D tensor, {odd[0].dtype} {list(odd[0].shape)}"
         hint = "beside experts of their own" if layer.routed else "not in the layout that this family has"
         problems.add(Problem(STACKED, message, first_of(t.name for t in odd), hint))
-    for slot in (s for s in slots if s.info.shape[0] != layer.count):
+    for slot in (s for s in slots if s.info.shape[0] != layer.count and not layer.routed):
         message = f"it holds {slot.info.shape[0]} experts, another tensor of the layer {layer.count}"
         problems.add(Problem("expert-shape", message, slot.info.name, INCOMPLETE))
 
@@ -319,7 +319,7 @@ class _Problems:
         self.places.setdefault(replace(problem, where=""), []).append(problem.where)
 
     def folded(self) -> tuple[Problem, ...]:
-        return tuple(replace(problem, where=first_of(places)) for problem, places in self.places.items())
+        return tuple(replace(problem, where=first_of(dict.fromkeys(places))) for problem, places in self.places.items())
 
 
 def _missing_experts(layer: MoELayer) -> list[int]:

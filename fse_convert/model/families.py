@@ -17,6 +17,8 @@ from fse_convert.model.family import SECTIONS, Family, place
 
 FAMILIES: tuple[Family, ...] = (*SHARED, *ROUTED_ONLY, *STACKED_ONLY)
 RUN = frozenset({
+    "aria_text", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4", "llama4_text",
+    "minimax_m3_vl_text", "mistral4", "qwen3_vl_moe", "step3p7",
     "afmoe", "axk1", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
     "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite",
     "glm4v_moe", "glm5_next", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1", "laguna",

@@ -24,6 +24,7 @@ from fse_convert.model.family import (
     Stack,
     Width,
 )
+from fse_convert.model.moe import Role
 
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
@@ -204,6 +205,7 @@ SHARED: tuple[Family, ...] = (
         name="Hunyuan-V4",
         model_types=("hy_v4", "hy_v4_vl", "hy_v4_vl_text"),
         stacked=STACKED,
+        shared_names={"linear_gate": Role.GATE, **PROJ_NAMES},  # transformers 5.24 saves gate_proj so, conversion_mapping.py:176
         source="vLLM 0.33 models/hy_v4/nvidia/model.py; transformers 5.24 hy_v4",
     ),
     Family(

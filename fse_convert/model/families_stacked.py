@@ -9,6 +9,7 @@ from fse_convert.model.family import (
     EVERY_LAYER,
     GATE_UP,
     SPARSE,
+    STACKED,
     STEPPED,
     TRANSPOSED,
     Family,
@@ -33,19 +34,28 @@ GRANITE = Family(
     sparse=EVERY_LAYER,
 )
 
+GRANITE_SHARED = replace(
+    GRANITE,
+    name="Granite-MoE shared",
+    model_types=("granitemoeshared", "granitemoehybrid"),
+    source="vLLM 0.33 model_executor/models/granitemoeshared.py:106-110, granitemoehybrid.py; SGLang 0.5.23"
+    " models/granitemoe.py:329-335; transformers 5.24 granitemoehybrid:745-775",
+    shared="shared_mlp",
+    beside=True,
+    shared_names={"output_linear": Role.DOWN},
+    widths=(EITHER, Width("shared_intermediate_size", Share.SHARED)),
+    fused=(Stack("input_linear", GATE_UP),),
+)
+
 STACKED_ONLY: tuple[Family, ...] = (
     GRANITE,
+    GRANITE_SHARED,
     replace(
-        GRANITE,
-        name="Granite-MoE shared",
-        model_types=("granitemoeshared", "granitemoehybrid", "granitemoe_swa"),
-        source="vLLM 0.33 model_executor/models/granitemoeshared.py:106-110, granitemoehybrid.py; SGLang 0.5.23"
-        " models/granitemoe.py:329-335; transformers 5.24 granitemoehybrid:745-775",
-        shared="shared_mlp",
-        beside=True,
-        shared_names={"output_linear": Role.DOWN},
-        widths=(EITHER, Width("shared_intermediate_size", Share.SHARED)),
-        fused=(Stack("input_linear", GATE_UP),),
+        GRANITE_SHARED,
+        name="Granite-MoE SWA",
+        model_types=("granitemoe_swa",),
+        source="transformers 5.24 granitemoe_swa:69, 360",
+        stacked=STACKED,
     ),
     Family(
         name="gpt-oss",

@@ -64,4 +64,4 @@ class MoELayer:
     @property
     def count(self) -> int:
         """How many routed experts there are."""
-        return len(self.routed) or max((t.shape[0] for t in self.stacked if t.shape), default=0)
+        return len(self.routed) or max((t.shape[0] for t in self.stacked if len(t.shape) > 2), default=0)

@@ -17,6 +17,7 @@ from fse_convert.model.moe import LayerKind, Role
 from fse_convert.model.quantization import read_quantization
 from fse_convert.servers.judge import judge
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert, subject_of
+from tests.stacked import CASES
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
 
@@ -320,8 +321,8 @@ def test_a_gated_familys_gate_must_be_there() -> None:
 
 
 def test_every_family_of_the_table_is_tried() -> None:
-    tried = {r.family for r in RELEASES} | {"Llama 4", "Step-5"}
-    assert tried == {f.name for f in FAMILIES}
+    stacked = [find_family({"model_type": case.model_type}) for case in CASES]
+    assert {r.family for r in RELEASES} | {f.name for f in stacked if f} == {f.name for f in FAMILIES}
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
@@ -375,7 +376,7 @@ def test_patterns_compile_and_take_no_more_than_a_block() -> None:
         assert pattern.fullmatch("vision_tower.layers.0.mlp") is None
 
 
-def test_llama4_experts_are_stacked_and_said_to_be() -> None:
+def test_llama4_holds_all_experts_of_a_layer_in_two_tensors() -> None:
     prefix = "language_model.model.layers.{}.feed_forward"
     tensors: Tensors = {}
     for i in range(LAYERS):
@@ -387,10 +388,11 @@ def test_llama4_experts_are_stacked_and_said_to_be() -> None:
         "text_config": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS, "num_hidden_layers": 2},
     }
     found = description_of(config, tensors)
-    assert [p.code for p in found.problems] == ["experts-stacked"] * LAYERS
-    assert "one 3-D tensor, BF16 [3, 128, 256]" in found.problems[0].message
-    assert found.problems[0].where == "language_model.model.layers.0.feed_forward.experts.down_proj and 1 more"
-    assert all(d.shared and d.shared.width == WIDTH and d.routed is None for d in found.layers)
+    assert found.problems == found.conflicts == ()
+    assert all(d.shared and d.shared.width == WIDTH for d in found.layers)
+    assert [(d.layer.count, d.routed and (d.routed.width, d.routed.hidden)) for d in found.layers] == [
+        (3, (WIDTH, HIDDEN))
+    ] * LAYERS
 
 
 @pytest.mark.parametrize("shared", ["share_expert", "moe.share_expert"])
@@ -415,8 +417,8 @@ def test_step5_holds_stacked_experts_in_the_block_and_the_shared_one_beside_it(s
         ("model.layers.1.moe", "decoder"),
         ("model.layers.2.moe", "mtp"),
     ]
-    assert {p.code for p in found.problems} == {"experts-stacked"}
-    assert all(d.shared and d.shared.width == WIDTH for d in found.layers)
+    assert found.problems == ()
+    assert all(d.shared and d.routed and d.shared.width == d.routed.width == WIDTH for d in found.layers)
     assert found.layers[0].layer.shared is not None
     assert found.layers[0].layer.shared.projections[Role.GATE].name == f"model.layers.1.{shared}.gate_proj"
 
