@@ -51,8 +51,8 @@ FAMILIES_HEAD = """# Model families
 
 How each family names its experts, which keys of config.json loaders build them from (padding edits every one that is there), and
 what can be done with its models. Every family is inspected; `N` is a layer, `E` an expert. The storage format does not depend on
-the family: BF16, F16, F32, FP8 by block, channel or tensor, MXFP8, MXFP4 and NVFP4 are padded alike. Tensors that hold all experts of a
-layer are padded where the family has them, every expert at its own end, in the layout that its row says: it is not told from shapes.
+the family: BF16, F16, F32, FP8 by block, channel or tensor, MXFP8, MXFP4 and NVFP4 are padded alike. Tensors that hold all experts
+of a layer are padded where the family has them, every expert at its own end, in the layout of its row: shapes do not tell it.
 
 *padded*: what `--tp N` decides for a small model of the family. *paths that fuse*: servers whose code for these model types can
 fuse shared experts; whether it does, `inspect` says of a checkpoint. *run by*: that loader has built the model from the source and
