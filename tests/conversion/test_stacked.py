@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fse_convert.conversion import source_rows, writer
 from fse_convert.restoration import tensors as restored
-from fse_convert.verification import pieces
+from fse_convert.verification import expected_bytes
 from tests.stacked import CASES, EXPERTS, LAYERS, Case
 
 Run = Callable[..., tuple[int, str, str]]
@@ -49,7 +49,7 @@ def files(root: Path) -> list[str]:
 def test_every_layout_is_padded_proved_and_restored(
     case: Case, chunk: int, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (writer, source_rows, restored, pieces):
+    for module in (writer, source_rows, restored, expected_bytes):
         monkeypatch.setattr(module, "CHUNK", chunk)
     root, out, back = tmp_path / "source", tmp_path / "out", tmp_path / "back"
     case.save(root, shards=2)

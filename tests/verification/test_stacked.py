@@ -19,7 +19,7 @@ from fse_convert.plan.plan import Options
 from fse_convert.plan.source import open_source
 from fse_convert.progress import ignore
 from fse_convert.testing.patch import read_header
-from fse_convert.verification import pieces
+from fse_convert.verification import expected_bytes
 from fse_convert.verification.manifest import OutputManifest
 from fse_convert.verification.storage import Output, prove_storage
 from tests.stacked import CASES, Case
@@ -92,7 +92,7 @@ def test_every_changed_byte_of_a_stack_is_found(case: Case, tmp_path: Path) -> N
 @pytest.mark.parametrize("chunk", [64, 1000])
 def test_pieces_of_any_size_expect_the_same(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = converted(next(case for case in CASES if case.name == "L3 MXFP4"), tmp_path)
-    monkeypatch.setattr(pieces, "CHUNK", chunk)
+    monkeypatch.setattr(expected_bytes, "CHUNK", chunk)
     assert found(c) == []
 
 
