@@ -51,7 +51,8 @@ FAMILIES_HEAD = """# Model families
 
 How each family names its experts, which keys of config.json loaders build them from (padding edits every one that is there), and
 what can be done with its models. Every family is inspected; `N` is a layer, `E` an expert. The storage format does not depend on
-the family: BF16, F16, F32, FP8 by block, channel or tensor, MXFP8, MXFP4 and NVFP4 are padded alike.
+the family: BF16, F16, F32, FP8 by block, channel or tensor, MXFP8, MXFP4 and NVFP4 are padded alike. Tensors that hold all experts
+of a layer are padded where the family has them, every expert at its own end, in the layout of its row: shapes do not tell it.
 
 *padded*: what `--tp N` decides for a small model of the family. *paths that fuse*: servers whose code for these model types can
 fuse shared experts; whether it does, `inspect` says of a checkpoint. *run by*: that loader has built the model from the source and
@@ -104,14 +105,14 @@ def families_markdown() -> str:
 
 def _family(family: Family) -> tuple[str, ...]:
     names = f"`{family.example}.experts.E.{{{','.join(family.routed_names)}}}`"
-    shared = f", `{family.shared}.{{{','.join(family.shared_names)}}}`" if family.shared else ""
+    shared = f"`{family.shared}.{{{','.join((*(s.name for s in family.fused), *family.shared_names))}}}`" if family.shared else ""
     run = [f"`{t}`" for t in family.model_types if t in RUN]
     keys = [f"`{w.key}` ({w.share.value})" for w in family.widths]
     keys += [f"`{w.key}` also read as that of {w.share.value}" for w in family.readings]
     return (
         family.name,
         ", ".join(f"`{t}`" for t in family.model_types),
-        (f"`{family.example}`: all of a layer in one tensor" if family.stacked else names) + shared,
+        ", ".join(filter(None, (names, _stacks(family), shared))),
         ", ".join(keys),
         _padding(family),
         "; ".join(_paths(family)),
@@ -120,10 +121,19 @@ def _family(family: Family) -> tuple[str, ...]:
     )
 
 
+def _stacks(family: Family) -> str:
+    """Name the tensors that hold all routed experts of a layer, and how; empty where no release has any."""
+    if not family.stacked:
+        return ""
+    stack = family.stacked[0]
+    shape = "2 x width, hidden" if len(stack.roles) > 1 else "width, hidden"
+    shape = ", ".join(reversed(shape.split(", "))) if stack.transposed else shape
+    turn = ", gate and up in turn" if stack.interleaved else ""
+    return f"or of all experts `{{{','.join(s.name for s in family.stacked)}}}`, the first `[E, {shape}]`{turn}"
+
+
 def _padding(family: Family) -> str:
     """Say whether a conversion of a small model of the family would pad it."""
-    if family.stacked:
-        return "no: experts in one tensor"
     try:
         decided = decide(describe_source(checkpoint(*example_of(family))), Options(None, tp=512))
     except FseConvertError as e:

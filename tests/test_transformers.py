@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fse_convert.model.families import RUN
 from fse_convert.testing.patch import poke
@@ -37,7 +38,8 @@ COMMON: Config = {
 class Model:
     """A model type, keys of its own, and every key that must say the new width, with the number of experts it is wide.
 
-    ``options``: of a conversion that pads its experts to 512.
+    ``options``: of a conversion that pads its experts to 512. ``original``: saved under the names of its releases, else under those
+    of its modules. ``transposed``: releases hold the experts' tensors so, which transformers reads, and does not write.
     """
 
     model_type: str
@@ -46,6 +48,8 @@ class Model:
     name: str = ""
     vision: Config = field(default_factory=dict)
     options: tuple[str, ...] = ("--allow-unfused",)
+    original: bool = True
+    transposed: bool = False
 
 
 TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 512}
@@ -59,7 +63,37 @@ def routed_only(model_type: str, key: str = MOE, **own: Any) -> Model:
     return Model(model_type, {key: 320, **own}, {key: 1}, options=("--tp", "512"))
 
 
+SHARED = "shared_intermediate_size"
+STEP_TOWER = {**PIXTRAL, "image_size": 28, "patch_size": 14}
+STACKED = (
+    Model("qwen3_5_moe_text", FULL, {MOE: 1, OWN: 1}, name="stacked", original=False),
+    Model("llama4_text", {EITHER: 320, "intermediate_size_mlp": 384, "head_dim": 128}, {EITHER: 1}),
+    routed_only("gpt_oss", EITHER, head_dim=64),
+    routed_only("granitemoe", EITHER),
+    Model("granitemoeshared", {EITHER: 320, SHARED: 640}, {EITHER: 1, SHARED: 2}),
+    Model("granitemoehybrid", {EITHER: 320, SHARED: 320}, {EITHER: 1, SHARED: 1}),
+    Model("granitemoe_swa", {EITHER: 320, SHARED: 320}, {EITHER: 1, SHARED: 1}),
+    Model("hy_v4"),
+    Model("minimax_m3_vl_text", {EITHER: 320, SHARED: 320}, {EITHER: 1, SHARED: 1}),
+    Model(
+        "qwen3_vl_moe",
+        {"hidden_size": 768, "head_dim": 128},  # as wide as hidden, transformers would take down as not transposed
+        vision={**TOWER, "out_hidden_size": 768},
+        options=("--tp", "512"),
+        transposed=True,
+    ),
+    Model("mistral4"),
+    Model("aria_text", {EITHER: 320}, {EITHER: 1}),
+    Model(
+        "step3p7",
+        {"share_expert_dim": 320, "sliding_window": 64, "mlp_layer_types": TYPES, **FULL},
+        {MOE: 1, "share_expert_dim": 1},
+        vision=STEP_TOWER,
+    ),
+)
+"""Models with all routed experts of a layer in one tensor, or in one per projection."""
 MODELS = (
+    *STACKED,
     Model("deepseek_v2"),
     Model("deepseek_v3"),
     Model("deepseek_v3", {"n_shared_experts": 2}, name="two shared"),
@@ -145,7 +179,10 @@ def save(model: Model, root: Path) -> None:
     built = loader_of(config).from_config(config)
     for parameter in built.parameters():  # larger than the initial values, so that experts matter in the logits
         torch.nn.init.normal_(parameter, std=0.05)
-    built.to(torch.bfloat16).save_pretrained(root, max_shard_size="5MB")
+    built.to(torch.bfloat16).save_pretrained(root, max_shard_size="5MB", save_original_format=model.original)
+    for path in root.glob("*.safetensors") if model.transposed else ():
+        stored = {n: t.transpose(1, 2).contiguous() if ".experts." in n else t for n, t in load_file(path).items()}
+        save_file(stored, path, metadata={"format": "pt"})
 
 
 def logits(root: Path, dtype: torch.dtype) -> torch.Tensor:
@@ -212,10 +249,12 @@ def test_a_model_with_one_of_its_keys_edited_alone_does_not_load(model: Model, t
     root, out = tmp_path / "source", tmp_path / "out"
     save(model, root)
     assert run(root, out, *model.options)[0] == 0
-    old, new = text_config(root), text_config(out)
+    old, path = text_config(root), out / "config.json"
+    converted = path.read_text()
     for key in [k for k in model.keys if k in old and (model.model_type, k) not in UNREAD]:
-        path = out / "config.json"
-        path.write_text(json.dumps({**new, key: old[key]}))
+        config = json.loads(converted)
+        config.get("text_config", config)[key] = old[key]
+        path.write_text(json.dumps(config))
         with pytest.raises((AssertionError, RuntimeError)):
             logits(out, torch.bfloat16)
 

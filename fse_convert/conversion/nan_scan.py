@@ -5,15 +5,15 @@ What is computed is scanned on the way. What is carried over, or copied into a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NoReturn
 
 from fse_convert.checkpoint.header import Header, TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
-from fse_convert.model.description import Description
-from fse_convert.model.formats import NAN_BYTES
+from fse_convert.model.description import Description, ExpertGroup
+from fse_convert.model.formats import NAN_BYTES, Tile
 from fse_convert.output.digests import Scan
 from fse_convert.plan.tensors import Copied, OutputShard
 
@@ -25,14 +25,17 @@ def expert_codes(description: Description) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for layer in description.layers:
         for group in (layer.routed, layer.shared):
-            for expert in group.experts if group else ():
-                for role, projection in expert.projections.items():
-                    tiles = group.formats[role].tiles if group else {}
-                    for suffix, info in projection.parts.items():
-                        tile = tiles[suffix]
-                        if tile and tile.nan and tile.nan in NAN_BYTES:
-                            found[info.name] = NAN_BYTES[tile.nan]
+            for info, tile in _tiled(group) if group else ():
+                if tile and tile.nan and tile.nan in NAN_BYTES:
+                    found[info.name] = NAN_BYTES[tile.nan]
     return found
+
+
+def _tiled(group: ExpertGroup) -> Iterator[tuple[TensorInfo, Tile | None]]:
+    for expert in group.experts:
+        for role, projection in expert.projections.items():
+            yield from ((info, group.formats[role].tiles[suffix]) for suffix, info in projection.parts.items())
+    yield from ((s.info, s.tile) for s in group.stacked)
 
 
 def scans(shard: Shard, codes: Mapping[str, tuple[int, ...]]) -> tuple[Scan, ...]:

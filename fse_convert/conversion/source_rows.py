@@ -55,16 +55,19 @@ class SourceReader:
         The rows lie in a buffer that the next read into the same ``slot`` overwrites: touching new memory costs more than reading.
         """
         _, row_bytes = matrix(info)
+        return self.part(info, first * row_bytes, count * row_bytes, nan, slot).view(count, row_bytes)
+
+    def part(self, info: TensorInfo, at: int, size: int, nan: NaN | None, slot: int = 0) -> Tensor:
+        """Read ``size`` bytes of a tensor from byte ``at`` on, whole elements, as `rows` does: uint8 ``[size]``."""
         fd, start = self.locate(info)
-        size = count * row_bytes
         if len(self.buffers.get(slot, b"")) < size:
             self.buffers[slot] = bytearray(size)
         buffer = self.buffers[slot]
-        read_into(fd, memoryview(buffer)[:size], start + first * row_bytes)
-        rows = torch.frombuffer(buffer, dtype=torch.uint8, count=size).view(count, row_bytes)
+        read_into(fd, memoryview(buffer)[:size], start + at)
+        found = torch.frombuffer(buffer, dtype=torch.uint8, count=size)
         if nan:
-            _refuse_nan(rows, buffer, nan, info, first)
-        return rows
+            _refuse_nan(found, buffer, nan, info, at)
+        return found
 
 
 @contextmanager
@@ -78,22 +81,24 @@ def open_reader(folder: LocalFolder, shards: tuple[Shard, ...]) -> Iterator[Sour
         reader.close()
 
 
-def _refuse_nan(rows: Tensor, raw: bytearray, nan: NaN, info: TensorInfo, first: int) -> None:
-    at = _first_nan(rows, raw, nan)
+def _refuse_nan(read: Tensor, raw: bytearray, nan: NaN, info: TensorInfo, start: int) -> None:
+    """Refuse a NaN among bytes of a tensor that begin at ``start``; rows of stacked experts are numbered through."""
+    at = _first_nan(read, raw, nan)
     if at < 0:
         return
     size, _ = NAN_WORDS.get(nan, (1, 0))
-    columns = rows.shape[1] // size
+    columns = info.shape[-1] if len(info.shape) == 3 else matrix(info)[1] // size
     code = bytes(raw[at * size : (at + 1) * size])[::-1].hex().upper()
-    message = f"NaN code 0x{code} at row {first + at // columns}, column {at % columns}"
+    row, column = divmod(start // size + at, columns)
+    message = f"NaN code 0x{code} at row {row}, column {column}"
     raise InvalidCheckpoint(Problem("nan", message, f"{info.shard}: {info.name}", DAMAGED))
 
 
-def _first_nan(rows: Tensor, raw: bytearray, nan: NaN) -> int:
+def _first_nan(read: Tensor, raw: bytearray, nan: NaN) -> int:
     """Return the index of the first NaN element, or -1. Bytes are searched at memory speed, wider floats as integers."""
     if nan in NAN_BYTES:
-        found = [i for i in (raw.find(code, 0, rows.numel()) for code in NAN_BYTES[nan]) if i >= 0]
+        found = [i for i in (raw.find(code, 0, read.numel()) for code in NAN_BYTES[nan]) if i >= 0]
         return min(found, default=-1)
     size, infinity = NAN_WORDS[nan]
-    hits = (rows.view({2: torch.int16, 4: torch.int32}[size]) & (1 << 8 * size - 1) - 1) > infinity
-    return int(hits.flatten().to(torch.uint8).argmax()) if hits.any() else -1
+    hits = (read.view({2: torch.int16, 4: torch.int32}[size]) & (1 << 8 * size - 1) - 1) > infinity
+    return int(hits.to(torch.uint8).argmax()) if hits.any() else -1

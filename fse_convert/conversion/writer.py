@@ -60,18 +60,20 @@ def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: A
 
 
 def padded_rows(change: Padded, reader: SourceReader) -> Iterator[Tensor]:
-    """Yield a padded matrix as chunks of uint8 rows: source rows widened, then rows of fill. A chunk lives until the next."""
-    step = _step(change)
-    wide = change.row_bytes != change.new_row_bytes
-    out = _filled(min(step, change.rows), change) if wide else None
-    for first in range(0, change.rows, step):
-        count = min(step, change.rows - first)
-        rows = reader.rows(change.source, first, count, change.nan)
-        if out is not None:
-            out[:count, : change.row_bytes] = rows
-            rows = out[:count]
-        yield rows
-    yield from _tail(change)
+    """Yield a padded tensor as chunks of uint8, short stretches as rows, long ones in parts. A chunk lives until the next."""
+    if change.new > CHUNK:
+        for first in range(0, change.stretches * change.old, change.old):
+            parts = ((first + at, min(CHUNK, change.old - at)) for at in range(0, change.old, CHUNK))
+            yield from (reader.part(change.source, at, size, change.nan) for at, size in parts)
+            yield from _padding(change)
+        return
+    step = max(1, CHUNK // max(change.new, 1))
+    out = _filled(min(step, change.stretches) * change.new, change.fill).view(-1, change.new)
+    for first in range(0, change.stretches, step):
+        count = min(step, change.stretches - first)
+        held = reader.part(change.source, first * change.old, count * change.old, change.nan)
+        out[:count, : change.old] = held.view(count, change.old)
+        yield out[:count]
 
 
 def kernel_rows(change: Computed, reader: SourceReader) -> Iterator[Tensor]:
@@ -81,15 +83,8 @@ def kernel_rows(change: Computed, reader: SourceReader) -> Iterator[Tensor]:
         yield from _l1_weight(shared, reader)
     elif change.name is KernelTensorName.L2_WEIGHT:
         hidden, width = shared.group.hidden, shared.group.width
-        down = Padded(
-            source=shared.weight(Role.DOWN),
-            rows=hidden,
-            row_bytes=width,
-            new_rows=hidden,
-            new_row_bytes=shared.width,
-            fill=b"\0",
-            nan=NaN.E4M3,
-        )
+        source = shared.weight(Role.DOWN)
+        down = Padded(source=source, stretches=hidden, old=width, new=shared.width, fill=b"\0", nan=NaN.E4M3)
         yield from padded_rows(down, reader)
     elif change.name is KernelTensorName.L1_SCALE:
         gate, up = (kernel_scale(shared, role, reader) for role in (Role.GATE, Role.UP))
@@ -153,29 +148,25 @@ def _l1_weight(shared: SharedExpert, reader: SourceReader) -> Iterator[Tensor]:
         yield megamoe.interleave(*halves)
 
 
-def _tail(change: Padded) -> Iterator[Tensor]:
-    step = _step(change)
-    missing = change.new_rows - change.rows
-    fill = _filled(min(step, missing), change) if missing else None
-    for first in range(0, missing, step):
-        if fill is not None:
-            yield fill[: min(step, missing - first)]
+def _padding(change: Padded) -> Iterator[Tensor]:
+    """Yield what is added to one stretch."""
+    missing = change.new - change.old
+    fill = _filled(min(CHUNK, missing), change.fill)
+    yield from (fill[: min(CHUNK, missing - at)] for at in range(0, missing, CHUNK))
 
 
-def _step(change: Padded) -> int:
-    return max(1, CHUNK // max(change.row_bytes, change.new_row_bytes, 1))
-
-
-def _filled(rows: int, change: Padded) -> Tensor:
-    return pad(torch.empty(0, change.new_row_bytes, dtype=torch.uint8), rows, change.new_row_bytes, change.fill)
+def _filled(size: int, fill: bytes) -> Tensor:
+    return torch.tensor(list(fill), dtype=torch.uint8).repeat(size // len(fill))
 
 
 def _write_padded(fd: int, change: Padded, reader: SourceReader, advance: Advance) -> None:
-    if change.nan is None and change.row_bytes == change.new_row_bytes:
-        _copy(fd, change.source, change.source.nbytes, reader, advance)
-        _write(fd, _tail(change), advance)
-    else:
+    if change.nan is not None or change.new <= CHUNK:
         _write(fd, padded_rows(change, reader), advance)
+        return
+    src, offset = reader.locate(change.source)
+    for at in range(0, change.source.nbytes, change.old):
+        copy_range(src, fd, offset + at, change.old, advance)
+        _write(fd, _padding(change), advance)
 
 
 def _copy(fd: int, first: TensorInfo, length: int, reader: SourceReader, advance: Advance) -> None:

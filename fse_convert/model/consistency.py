@@ -50,7 +50,7 @@ def _number_conflicts(
     decoder = [d for d in layers if d.layer.kind is LayerKind.DECODER]
     routed, shared = _common(d.routed.width for d in layers if d.routed), _common(d.shared.width for d in layers if d.shared)
     # Where only some layers have another number of experts, that is a gap.
-    count = _common(len(d.layer.routed) for d in decoder if d.layer.routed)
+    count = _common(d.layer.count for d in decoder if d.layer.routed or d.routed)
     whose, inputs = ("shared", (d.shared for d in layers)) if family.shared else ("routed", (d.routed for d in layers))
     hidden = _common(group.hidden for group in inputs if group)
     readings = (*family.widths, *family.readings)
@@ -243,15 +243,15 @@ def _count_gaps(layers: Sequence[MoELayer], written: int | None, *, trusted: boo
     ``written``: the config's number, believed only where some layer has it, or where it is ``trusted``. Layers with a gap
     between their experts are left out: that is a problem of its own.
     """
-    whole = [m for m in layers if not m.stacked and _contiguous(m)]
-    counts = Counter(len(m.routed) for m in whole)
+    whole = [m for m in layers if _contiguous(m)]
+    counts = Counter(m.count for m in whole)
     if not counts:
         return
     usual = written if written is not None and (trusted or written in counts) else counts.most_common(1)[0][0]
-    odd = [m for m in whole if len(m.routed) != usual]
+    odd = [m for m in whole if m.count != usual]
     if odd:
         first = odd[0]
-        where = f"{len(first.routed)} routed experts in {some(m.name for m in odd)}, expected {usual}"
+        where = f"{first.count} routed experts in {some(m.name for m in odd)}, expected {usual}"
         kind = "MTP" if first.kind is LayerKind.MTP else "decoder"
         message = f"{len(odd)} of {len(whole)} {kind} layers have another number of routed experts: {where}"
         yield Problem("experts-missing", message, first.name, INCOMPLETE)

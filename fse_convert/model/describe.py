@@ -7,7 +7,7 @@ Layers come from the tensor names. Config values are hints: ``num_nextn_predict_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from fse_convert.model.grouping import EXPERT_MODULE, Grouping, group_layers, se
 from fse_convert.model.moe import Expert, MoELayer, Projection, Role
 from fse_convert.model.quantization import Quantization
 from fse_convert.model.resemblance import resembling
+from fse_convert.model.stacked import Slot, place, single, straddling
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
@@ -125,7 +126,7 @@ class _Reader:
 
         All are read before any is described: what fits no format is damage where others like it do.
         """
-        read = [(m, self._read(m.routed), self._read((m.shared,) if m.shared else ())) for m in layers]
+        read = [(m, self._read(self._routed(m)), self._read(self._shared(m))) for m in layers]
         for _, *groups in read:
             for understood, group in zip(self.understood, groups, strict=True):
                 understood.update(role for _, formats in group for role, f in formats.items() if isinstance(f, Format))
@@ -136,11 +137,7 @@ class _Reader:
         for twin in layer.twins:
             message = f"this layer is there twice, under other prefixes: {_prefix(layer.name)} and {_prefix(twin)}"
             problems.add(Problem("layer-twice", message, layer.name, TWICE))
-        if layer.stacked:
-            stored = layer.stacked[0]
-            message = f"routed experts in one {len(stored.shape)}-D tensor, {stored.dtype} {list(stored.shape)}"
-            where = first_of(t.name for t in layer.stacked)
-            problems.add(Problem(STACKED, message, where, "only experts of their own, one by one, are supported"))
+        _add_odd_stacks(layer, self._slots(layer), problems)
         for name in layer.unknown:
             problems.add(Problem("expert-unknown", "an expert tensor that is not understood", name, NO_MATRIX))
         missing = _missing_experts(layer)
@@ -151,8 +148,32 @@ class _Reader:
             problems.add(Problem("gate-missing", "no gate of the shared expert", layer.shared.name, INCOMPLETE))
         of_routed, of_shared = self.understood
         roles = frozenset(self.family.routed_names.values())
-        groups = _group(routed, roles, of_routed, problems), _group(shared, roles, of_shared, problems)
+        of_experts, of_one = _group(routed, roles, of_routed, problems), _group(shared, roles, of_shared, problems)
+        groups = (
+            _stacked(of_experts, (), self._slots(layer), problems) if layer.stacked else of_experts,
+            _stacked(of_one, tuple(filter(None, (layer.shared,))), self._fused(layer), problems) if layer.fused else of_one,
+        )
         return LayerDescription(layer, *groups, problems.folded())
+
+    def _routed(self, layer: MoELayer) -> tuple[Expert, ...]:
+        """Return the routed experts; one in place of all where they are stacked."""
+        slots = self._slots(layer)
+        return (single(layer.name, slots),) if slots and not layer.routed else layer.routed
+
+    def _shared(self, layer: MoELayer) -> tuple[Expert, ...]:
+        if layer.shared is None:
+            return ()
+        fused = single(layer.shared.name, self._fused(layer)).projections
+        return (replace(layer.shared, projections={**layer.shared.projections, **fused}),)
+
+    def _slots(self, layer: MoELayer) -> list[Slot]:
+        found = (place(self.family.stacked, t.name.removeprefix(f"{layer.name}."), t, 1) for t in layer.stacked)
+        return [slot for slot in found if slot]
+
+    def _fused(self, layer: MoELayer) -> list[Slot]:
+        names = f"{layer.shared.name}." if layer.shared else ""
+        found = (place(self.family.fused, t.name.removeprefix(names), t, 0) for t in layer.fused)
+        return [slot for slot in found if slot]
 
     def _read(self, experts: Iterable[Expert]) -> Read:
         return [(expert, self._formats(expert)) for expert in experts]
@@ -190,7 +211,9 @@ class _Misfits:
 
     def told(self, error: FormatError, role: Role, projection: Projection) -> Problem:
         """Return the problem that a misfit is."""
-        problem = replace(error.problem, where=f"{projection.name}.{error.problem.where}")
+        suffix = error.problem.where
+        stored = projection.parts.get(suffix)
+        problem = replace(error.problem, where=stored.name if stored else f"{projection.name}.{suffix}")
         code = problem.code
         if error.lost:
             return problem
@@ -227,6 +250,29 @@ def _group(read: Read, roles: frozenset[Role], understood: set[Role], problems: 
         return None
     width, hidden = first[Role.UP].shape
     return ExpertGroup(experts, first, hidden, width)
+
+
+def _add_odd_stacks(layer: MoELayer, slots: Sequence[Slot], problems: _Problems) -> None:
+    """Add what of the stacked tensors is not understood, and numbers of experts that differ between them."""
+    known = {slot.info.name for slot in slots}
+    odd = [t for t in layer.stacked if t.name not in known or layer.routed]
+    if odd:
+        message = f"routed experts in one {len(odd[0].shape)}-D tensor, {odd[0].dtype} {list(odd[0].shape)}"
+        hint = "beside experts of their own" if layer.routed else "not in the layout that this family has"
+        problems.add(Problem(STACKED, message, first_of(t.name for t in odd), hint))
+    for slot in (s for s in slots if s.info.shape[0] != layer.count and not layer.routed):
+        message = f"it holds {slot.info.shape[0]} experts, another tensor of the layer {layer.count}"
+        problems.add(Problem("expert-shape", message, slot.info.name, INCOMPLETE))
+
+
+def _stacked(group: ExpertGroup | None, own: tuple[Expert, ...], slots: Sequence[Slot], problems: _Problems) -> ExpertGroup | None:
+    """Return a group of the tensors that hold matrices of experts. ``own``: experts with what they have by themselves."""
+    if group is None:
+        return None
+    for slot in straddling(slots, group.formats):
+        message = "a block of scales holds rows of gate and of up: padding would cut it"
+        problems.add(Problem("scale-geometry", message, slot.info.name))
+    return replace(group, experts=own, stacked=tuple(slot.stacked(group.formats[slot.stack.roles[-1]]) for slot in slots))
 
 
 def _whole(
@@ -273,7 +319,7 @@ class _Problems:
         self.places.setdefault(replace(problem, where=""), []).append(problem.where)
 
     def folded(self) -> tuple[Problem, ...]:
-        return tuple(replace(problem, where=first_of(places)) for problem, places in self.places.items())
+        return tuple(replace(problem, where=first_of(dict.fromkeys(places))) for problem, places in self.places.items())
 
 
 def _missing_experts(layer: MoELayer) -> list[int]:

@@ -12,6 +12,7 @@ from fse_convert.model.family import Family
 from fse_convert.model.formats import Format
 from fse_convert.model.grouping import Seen
 from fse_convert.model.moe import Expert, MoELayer, Role
+from fse_convert.model.stacked import Stacked
 
 STACKED = "experts-stacked"
 NOT_UNDERSTOOD = frozenset({
@@ -23,12 +24,16 @@ NOT_UNDERSTOOD = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroup:
-    """Experts of one layer that are stored alike: their formats by role, hidden size, and the width of one of them."""
+    """Experts of one layer that are stored alike: their formats by role, hidden size, and the width of one of them.
+
+    ``stacked``: the tensors that hold several of their matrices; ``experts`` have what is stored by itself.
+    """
 
     experts: tuple[Expert, ...]
     formats: Mapping[Role, Format]
     hidden: int
     width: int
+    stacked: tuple[Stacked, ...] = ()
 
     @property
     def label(self) -> str:

@@ -1,8 +1,8 @@
 """Model families as data: how each names its experts, and which config keys hold their widths.
 
-To add a family, add a row to `SHARED`, or to `ROUTED_ONLY` if its models have no shared experts. Sources: model files of vLLM 0.33,
-SGLang 0.5.23 and transformers 5.24, named per row; transformers' ``conversion_mapping.py`` says how checkpoints spell names that
-its modules spell differently.
+To add a family, add a row to `SHARED`, to `ROUTED_ONLY` if its models have no shared experts, or to `STACKED_ONLY`. Sources: model
+files of vLLM 0.33, SGLang 0.5.23 and transformers 5.24, named per row; transformers' ``conversion_mapping.py`` says how checkpoints
+spell names that its modules spell differently.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from typing import Any
 
 from fse_convert.model.families_routed import ROUTED_ONLY
 from fse_convert.model.families_shared import SHARED
+from fse_convert.model.families_stacked import STACKED_ONLY
 from fse_convert.model.family import SECTIONS, Family, place
 
-FAMILIES: tuple[Family, ...] = (*SHARED, *ROUTED_ONLY)
+FAMILIES: tuple[Family, ...] = (*SHARED, *ROUTED_ONLY, *STACKED_ONLY)
 RUN = frozenset({
+    "aria_text", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4", "llama4_text",
+    "minimax_m3_vl_text", "mistral4", "qwen3_vl_moe", "step3p7",
     "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
     "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe",
     "glm4_moe_lite", "glm4v_moe", "glm5_next", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1",

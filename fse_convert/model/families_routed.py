@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fse_convert.model.family import DEFAULT, EITHER, EVERY_LAYER, MOE, SPARSE, STEPPED, W_NAMES, Family, Sparse, Width
+from fse_convert.model.family import DEFAULT, EITHER, EVERY_LAYER, MOE, SPARSE, STACKED, STEPPED, W_NAMES, Family, Sparse, Width
 
 MIXTRAL = Family(
     name="Mixtral",
@@ -115,7 +115,7 @@ ROUTED_ONLY: tuple[Family, ...] = (
         QWEN3_MOE,
         name="Muse Spark",
         model_types=("muse_spark", "muse_spark_text"),
-        stacked=True,
+        stacked=STACKED,
         source="vLLM 0.33 models/muse_spark/nvidia/model.py:390-488, 598; SGLang 0.5.23 models/muse_spark.py:475-509;"
         " transformers 5.24 muse_spark (experts work on moe_hidden_size)",
         n_routed_keys=("num_local_experts",),
@@ -126,7 +126,6 @@ ROUTED_ONLY: tuple[Family, ...] = (
         QWEN3_MOE,
         name="Inkling",
         model_types=("inkling_model", "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
-        stacked=True,
         # Its shared "sink" experts have weights from the router, so no server can run them as one more expert of weight 1.
         source="vLLM 0.33 models/inkling/nvidia/moe.py:6-17, 280-309, 421-470, configs.py:85-96; transformers 5.24 inkling",
         layers=r"model\.llm\.layers",

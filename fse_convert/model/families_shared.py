@@ -9,16 +9,22 @@ from fse_convert.model.family import (
     DEFAULT,
     EITHER,
     EVERY_LAYER,
+    GATE_UP,
     MOE,
+    PROJ_NAMES,
     SPARSE,
+    STACKED,
     STEPPED,
+    TRANSPOSED,
     UNGATED,
     W_NAMES,
     Family,
     Share,
     Sparse,
+    Stack,
     Width,
 )
+from fse_convert.model.moe import Role
 
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
@@ -116,7 +122,9 @@ SHARED: tuple[Family, ...] = (
         model_types=("minimax_m3", "minimax_m3_text", "minimax_m3_vl", "minimax_m3_vl_text"),
         source="vLLM 0.33 models/minimax_m3/nvidia/model.py, mtp.py; transformers_utils/configs/minimax_m3.py",
         mtp=r"(?:language_model\.)?model\.mtp\.layers",
-        block=SPARSE,
+        block=f"{SPARSE}|mlp",  # transformers 5.24 saves a text model alone under `mlp`
+        stacked=STACKED,
+        fused=(Stack("gate_up_proj", GATE_UP),),
         routed_names=W_NAMES,
         widths=(
             EITHER,
@@ -151,6 +159,7 @@ SHARED: tuple[Family, ...] = (
         QWEN3_NEXT,
         name="Qwen3.5",
         model_types=("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "intern_s2_preview"),
+        stacked=STACKED,
         source="vLLM 0.33 model_executor/models/qwen3_5.py, qwen3_5_mtp.py, interns2_preview.py, models/qwen4_exp",
         mtp_key="mtp_num_hidden_layers",
     ),
@@ -174,7 +183,7 @@ SHARED: tuple[Family, ...] = (
     Family(
         name="Llama 4",
         model_types=("llama4", "llama4_text"),
-        stacked=True,
+        stacked=TRANSPOSED,
         source="vLLM 0.33 model_executor/models/llama4.py:107-155; transformers 5.24 llama4 (stacked routed experts)",
         block="feed_forward",
         shared="shared_expert",
@@ -208,25 +217,9 @@ SHARED: tuple[Family, ...] = (
     Family(
         name="Hunyuan-V4",
         model_types=("hy_v4", "hy_v4_vl", "hy_v4_vl_text"),
+        stacked=STACKED,
+        shared_names={"linear_gate": Role.GATE, **PROJ_NAMES},  # transformers 5.24 saves gate_proj so, conversion_mapping.py:176
         source="vLLM 0.33 models/hy_v4/nvidia/model.py; transformers 5.24 hy_v4",
-    ),
-    Family(
-        name="Step-5",
-        model_types=("step5", "step3p5", "step3p7"),
-        stacked=True,
-        source="vLLM 0.33 models/step5/nvidia/model.py:183-186, 2173-2190 (stacked routed experts), 1762 (share_expert_dim)",
-        layers=BARE_LAYERS,
-        block="moe",
-        shared="share_expert",
-        beside=True,
-        widths=(
-            MOE,
-            Width("share_expert_dim", Share.SHARED, assumed="moe_intermediate_size x moe_top_k (vLLM 0.33)"),
-            Width("share_expert_dims", Share.SHARED),
-        ),
-        n_routed_keys=("moe_num_experts", "n_routed_experts"),
-        n_shared_keys=(),
-        sparse=None,
     ),
     LING,
     replace(
@@ -346,6 +339,7 @@ SHARED: tuple[Family, ...] = (
         name="Mistral 4",
         model_types=("mistral4",),
         source="transformers 5.24 mistral4:178, 220",
+        stacked=STACKED,
         mtp_key=None,
     ),
     replace(
@@ -376,21 +370,6 @@ SHARED: tuple[Family, ...] = (
         " transformers 5.24 cohere2_moe:109, 179, 353",
         widths=(replace(EITHER, dense=True, dense_key="prefix_dense_intermediate_size"),),
         mtp_key=None,
-    ),
-    Family(
-        name="Step-3",
-        model_types=("step3_text", "step3_vl"),
-        stacked=True,
-        source="vLLM 0.33 model_executor/models/step3_text.py:72-83, 260, 423-487, transformers_utils/configs/step3_vl.py:57;"
-        " SGLang 0.5.23 models/step3_vl.py:139, 354",
-        block="moe",
-        shared="share_expert",
-        beside=True,
-        widths=(MOE, Width("share_expert_dim", Share.SHARED, assumed="5120 (vLLM 0.33)")),
-        n_routed_keys=("moe_num_experts",),
-        n_shared_keys=(),
-        mtp_key=None,
-        sparse=None,
     ),
     replace(
         NUMBERED,

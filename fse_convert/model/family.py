@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -44,6 +44,27 @@ DENSE_PREFIX = Sparse(first="first_k_dense_replace", step="moe_layer_freq")
 """vLLM 0.33 model_executor/models/deepseek_v2.py, and those that follow it."""
 STEPPED = Sparse(step="decoder_sparse_step", ahead=1, dense="mlp_only_layers")
 """vLLM 0.33 model_executor/models/qwen2_moe.py:315-320, and those that follow it."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor that holds projections of all experts of a layer, by its name below the block: ``[E, N, K]``.
+
+    ``roles``: one projection, or gate and up, N / 2 rows each, one after the other or ``interleaved``. ``transposed``: stored as
+    ``[E, K, N]``. The layout is the family's and never told from a shape: 2 x width may be the hidden size.
+    """
+
+    name: str
+    roles: tuple[Role, ...]
+    transposed: bool = False
+    interleaved: bool = False
+
+
+GATE_UP = (Role.GATE, Role.UP)
+STACKED = (Stack("experts.gate_up_proj", GATE_UP), Stack("experts.down_proj", (Role.DOWN,)))
+"""transformers 5.24 writes them so wherever it does not save every expert by itself."""
+TRANSPOSED = tuple(replace(stack, transposed=True) for stack in STACKED)
+"""transformers 5.24 llama4:57-64, conversion_mapping.py:1450-1461 (qwen3_vl_moe)."""
 
 
 class Share(Enum):
@@ -110,9 +131,10 @@ class Family:
     inside it. ``widths``: the keys that state how wide experts are; ``readings``: other readings of those keys by some loader,
     which must come to the same. ``depth_keys``, ``n_routed_keys``, ``n_shared_keys``: the names of the number of decoder layers and
     of either kind of experts (without a name for shared experts there is one); ``hidden_key``: the length of the experts' input;
-    ``per_modality``: as a list it has a part per modality. ``stacked``: its releases hold all experts of a layer in one tensor.
-    ``gated``: a gate of its own scales the shared expert's output. ``sparse``: which layers have experts, None where that is not
-    known. ``mtp_routed_key``: routed experts of MTP layers, where they have a key of their own.
+    ``per_modality``: as a list it has a part per modality. ``stacked``: tensors that hold all routed experts of a layer, where some
+    release has them; ``fused``: gate and up of a shared MLP as one matrix, ``[2 S, H]``, by names below its module. ``gated``: a
+    gate of its own scales the shared expert's output. ``sparse``: which layers have experts, None where that is not known.
+    ``mtp_routed_key``: routed experts of MTP layers, where they have a key of their own.
     """
 
     name: str
@@ -132,7 +154,8 @@ class Family:
     n_shared_keys: tuple[str, ...] = ("n_shared_experts",)
     hidden_key: str = "hidden_size"
     per_modality: bool = False
-    stacked: bool = False
+    stacked: tuple[Stack, ...] = ()
+    fused: tuple[Stack, ...] = ()
     mtp_key: str | None = "num_nextn_predict_layers"
     gated: bool = False
     sparse: Sparse | None = DENSE_PREFIX

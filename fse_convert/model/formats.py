@@ -16,6 +16,7 @@ from math import prod
 from fse_convert.checkpoint.header import E8M0_DTYPES, TensorInfo
 from fse_convert.errors import Problem
 from fse_convert.layout.sizes import ceil_div
+from fse_convert.model.moe import Role
 
 WEIGHTS = ("weight", "weight_packed")
 SCALES = ("scale", "weight_scale", "weight_scale_inv")
@@ -156,6 +157,10 @@ class Format:
             return "MXFP8" if self.scale_dtype == "F8_E8M0" else "MXFP8 (U8 scales)"
         scale = {"F8_E8M0": "E8M0", "U8": "E8M0 (U8)"}.get(self.scale_dtype or "", self.scale_dtype)
         return f"FP8 {self.block[0]}x{self.block[1]} {scale}"
+
+    def at(self, role: Role, width: int) -> tuple[int, int]:
+        """Return the ``[N, K]`` of a projection whose expert is so wide."""
+        return (self.shape[0], width) if role is Role.DOWN else (width, self.shape[1])
 
     @property
     def same_storage(self) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.names import natural_key
 from fse_convert.model.family import Family
 from fse_convert.model.moe import Expert, LayerKind, MoELayer, Projection, Role
+from fse_convert.model.stacked import place
 
 ROUTED = ".experts."
 EXPERT_MODULE = re.compile(r"(?:^|\.)(?:[a-z]+_)*(?:experts?|(?:shared|switch)_mlp)(?:\.|$)")
@@ -70,10 +71,11 @@ class _Block:
     gate: str | None = None
     unknown: list[str] = field(default_factory=list)
     stacked: list[TensorInfo] = field(default_factory=list)
+    fused: list[TensorInfo] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
-        return not (self.routed or self.shared or self.gate or self.unknown or self.stacked)
+        return not (self.routed or self.shared or self.gate or self.unknown or self.stacked or self.fused)
 
 
 def group_layers(family: Family, tensors: Mapping[str, TensorInfo], num_layers: int | None) -> Grouping:
@@ -92,6 +94,7 @@ class _Grouper:
         self.blocks: dict[str, _Block] = {}
         self.strays: list[TensorInfo] = []
         self.elsewhere: dict[str, tuple[LayerKind, int]] = {}
+        self.stacks = tuple(f".{stack.name}" for stack in family.stacked)
         self.elsewhere_pattern = re.compile(rf"(?P<layer>{TEXT_LAYERS}\.(?P<number>\d+))\.(?:{family.block})")
         self.marked: set[str] = set()
         self.mtp = False
@@ -187,7 +190,7 @@ class _Grouper:
         head, of_gate, _ = name.partition(f".{shared}_gate.")
         if shared and of_gate and (block := self._known(head)):
             block.gate = name
-        elif len(info.shape) > 2 and not name.endswith(CONVOLUTION) and (block := self._around(name)):
+        elif self._may_be_stacked(name, info) and (block := self._around(name)):
             block.stacked.append(info)
         elif EXPERT_MODULE.search(name):
             block = self._around(name)
@@ -200,6 +203,11 @@ class _Grouper:
         elif m := MTP_TENSOR.match(name):
             self.marked.add(m["layer"])
 
+    def _may_be_stacked(self, name: str, info: TensorInfo) -> bool:
+        if len(info.shape) > 2:
+            return not name.endswith(CONVOLUTION)
+        return any(stack in name for stack in self.stacks)
+
     def _shared(self, head: str, tail: str, info: TensorInfo) -> None:
         block = self._known(head)
         if block is None:
@@ -208,6 +216,9 @@ class _Grouper:
         projection, _, suffix = tail.partition(".")
         if projection in self.family.shared_names and _is_part(suffix):
             block.shared.setdefault(projection, {})[suffix] = info
+            block.shared_name = f"{head}.{self.family.shared}"
+        elif place(self.family.fused, tail, info, 0):
+            block.fused.append(info)
             block.shared_name = f"{head}.{self.family.shared}"
         else:
             block.unknown.append(info.name)
@@ -228,9 +239,10 @@ class _Grouper:
         names, shared_names = self.family.routed_names, self.family.shared_names
         experts = ((int(e), parts) for e, parts in b.routed.items())
         routed = tuple(_expert(f"{b.name}.experts.{e}", parts, names) for e, parts in sorted(experts, key=lambda pair: pair[0]))
-        shared = _expert(b.shared_name, b.shared, shared_names) if b.shared else None
-        unknown, stacked = sorted(b.unknown, key=natural_key), sorted(b.stacked, key=lambda t: natural_key(t.name))
-        return MoELayer(b.name, kind, index, routed, shared, b.gate, tuple(unknown), tuple(stacked))
+        shared = _expert(b.shared_name, b.shared, shared_names) if b.shared or b.fused else None
+        unknown = sorted(b.unknown, key=natural_key)
+        stacked, fused = (sorted(found, key=lambda t: natural_key(t.name)) for found in (b.stacked, b.fused))
+        return MoELayer(b.name, kind, index, routed, shared, b.gate, tuple(unknown), tuple(stacked), tuple(fused))
 
 
 def _is_part(suffix: str) -> bool:

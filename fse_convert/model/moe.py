@@ -46,8 +46,8 @@ class MoELayer:
 
     ``name`` is the block's prefix (``layers.3.ffn``), ``index`` its number within its kind. ``routed`` are in expert order;
     ``gate_tensor`` is the shared expert's own gate (Qwen) if there is one; ``unknown`` are expert tensors that no rule
-    explains, ``stacked`` those that hold all routed experts of the layer in one 3-D tensor (Llama 4). ``twins``: other prefixes
-    under which the same layer is there too.
+    explains, ``stacked`` those that hold all routed experts of the layer (Llama 4), and ``fused`` the matrices of a shared MLP
+    whose gate and up are one (Granite). ``twins``: other prefixes under which the same layer is there too.
     """
 
     name: str
@@ -58,4 +58,10 @@ class MoELayer:
     gate_tensor: str | None
     unknown: tuple[str, ...]
     stacked: tuple[TensorInfo, ...] = ()
+    fused: tuple[TensorInfo, ...] = ()
     twins: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many routed experts there are."""
+        return len(self.routed) or max((t.shape[0] for t in self.stacked if len(t.shape) > 2), default=0)

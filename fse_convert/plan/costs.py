@@ -14,7 +14,7 @@ from math import prod
 from fse_convert.checkpoint.header import BITS
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.model.formats import Format
-from fse_convert.model.moe import LayerKind, Projection, Role
+from fse_convert.model.moe import LayerKind, Projection
 from fse_convert.servers.native import KERNEL_GROUP, LaunchWidths
 
 
@@ -119,7 +119,7 @@ def costs(description: Description, serving: Serving, widths: Mapping[str, Launc
 
 def uneven(description: Description, ep: int) -> tuple[int, ...]:
     """Return the numbers of routed experts in a layer that cannot be spread evenly over so many ranks."""
-    counts = {len(d.layer.routed) or max((t.shape[0] for t in d.layer.stacked), default=0) for d in description.layers}
+    counts = {d.layer.count for d in description.layers}
     return tuple(sorted(n for n in counts if n % ep))
 
 
@@ -127,11 +127,12 @@ def stored(layers: Iterable[LayerDescription]) -> Stored:
     """Add up the bytes of experts as the checkpoint stores them."""
     routed = shared = 0
     for d in layers:
-        if d.routed:
+        if d.routed and d.routed.experts:  # all alike
             routed += len(d.layer.routed) * _nbytes(d.layer.routed[0].projections.values())
         else:
             routed += sum(_nbytes(e.projections.values()) for e in d.layer.routed) + sum(t.nbytes for t in d.layer.stacked)
         shared += _nbytes(d.layer.shared.projections.values()) if d.layer.shared else 0
+        shared += sum(t.nbytes for t in d.layer.fused)
     return Stored(routed, shared)
 
 
@@ -153,31 +154,36 @@ def _nbytes(projections: Iterable[Projection]) -> int:
 
 
 def _grown(d: LayerDescription, new: LaunchWidths) -> Stored:
-    routed = len(d.layer.routed) * _growth(d.routed, new.routed) if d.routed else 0
-    shared = _growth(d.shared, new.shared) if d.shared else 0
+    routed = len(d.layer.routed) * _growth(d.routed, new.routed) + _stacked_growth(d.routed, new.routed) if d.routed else 0
+    shared = _growth(d.shared, new.shared) + _stacked_growth(d.shared, new.shared) if d.shared else 0
     return Stored(routed, shared)
 
 
 def _growth(group: ExpertGroup, width: int) -> int:
     """Add up the bytes that one expert of a group grows by."""
     return sum(
-        _expert_bytes(role, f, width, group) - _expert_bytes(role, f, group.width, group) for role, f in group.formats.items()
+        _expert_bytes(p, f, f.at(role, width)) - _expert_bytes(p, f, f.shape)
+        for expert in group.experts[:1]
+        for role, p in expert.projections.items()
+        for f in (group.formats[role],)
     )
 
 
-def _expert_bytes(role: Role, f: Format, width: int, group: ExpertGroup) -> int:
-    """Add up the bytes of one projection at a width, by how its tensors tile it; scalars do not grow."""
-    n, k = (group.hidden, width) if role is Role.DOWN else (width, group.hidden)
-    parts = group.experts[0].projections[role].parts
-    total = 0
-    for suffix, tile in f.tiles.items():
-        if tile is not None:
-            total += prod(tile.stored(n, k, 2)) * BITS[parts[suffix].dtype] // 8
-    return total
+def _stacked_growth(group: ExpertGroup, width: int) -> int:
+    """Add up the bytes by which the tensors that hold a group's experts grow."""
+    formats = group.formats
+    grown = ((s.info, prod(s.shape(formats[s.role].shape, formats[s.role].at(s.role, width)))) for s in group.stacked)
+    return sum(elements * BITS[info.dtype] // 8 - info.nbytes for info, elements in grown)
+
+
+def _expert_bytes(projection: Projection, f: Format, shape: tuple[int, int]) -> int:
+    """Add up the bytes of one projection ``[n, k]``, by how its tensors tile it; scalars do not grow."""
+    tiles = ((suffix, tile) for suffix, tile in f.tiles.items() if tile)
+    return sum(prod(tile.stored(*shape, 2)) * BITS[projection.parts[suffix].dtype] // 8 for suffix, tile in tiles)
 
 
 def _duplicates(layers: list[LayerDescription], serving: Serving) -> Duplicates:
-    scales = sum(len(d.layer.routed) * _scale_bytes(d.routed) for d in layers if d.routed)
+    scales = sum(d.layer.count * _scale_bytes(d.routed) for d in layers if d.routed)
     shared = sum(2 * d.shared.width * d.shared.hidden for d in layers if d.shared)
     return Duplicates(sglang_scales=scales / serving.ep, sglang_shared=shared, sglang_loading=4 * scales / serving.ep)
 

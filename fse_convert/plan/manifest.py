@@ -28,9 +28,9 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
     Reads the source's config, index and headers. Raises OSError.
     """
     decision, description, contract = plan.decision, plan.source.description, plan.options.contract
-    renamed = renamed_tensors(plan)
+    renamed, stretches = renamed_tensors(plan), stacked_stretches(plan)
     return record.Manifest(
-        format_version=1 if contract and not decision.changes else 2,
+        format_version=1 if contract and not decision.changes and not stretches else 2,
         tool=record.Tool(name="fse-convert", version=fse_convert.__version__),
         arguments=arguments_record(plan.options),
         contract=_contract(contract) if contract else None,
@@ -48,6 +48,7 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
         layers=[_layer(v) for v in decision.verdicts],
         server=_server(plan),
         padded={t.name: list(t.change.source.shape) for s in plan.shards for t in s.tensors if isinstance(t.change, Padded)},
+        stretches=stretches or UNSET,
         source=record.SourceIdentity(
             files=small_digests(plan.source.checkpoint),
             shards=shard_identities(plan.source.checkpoint),
@@ -121,6 +122,12 @@ def renamed_tensors(plan: Plan) -> dict[str, str]:
     return {name: change.source.name for name, change in copied if isinstance(change, Copied) and name != change.source.name}
 
 
+def stacked_stretches(plan: Plan) -> dict[str, int]:
+    """Return the stretches of every padded tensor with several matrices, where its shapes alone would tell other ones."""
+    padded = ((t.name, t.shape, t.change) for s in plan.shards for t in s.tensors if isinstance(t.change, Padded))
+    return {name: c.stretches for name, shape, c in padded if c.stretches != record.stretches(c.source.shape, shape)}
+
+
 def added_elements(plan: Plan) -> int:
     """Return how many elements padding adds to the standard layout, as the index's ``total_parameters`` counts them."""
     padded = ((t.shape, t.change) for s in plan.shards for t in s.tensors)
@@ -150,7 +157,7 @@ def _layer(judged: LayerVerdict) -> record.Layer:
         kind=layer.layer.kind.value,
         verdict=verdict.outcome.value,
         reasons=_reasons(verdict.reasons),
-        routed=record.RoutedExperts(count=len(layer.layer.routed), format=routed.label) if routed else None,
+        routed=record.RoutedExperts(count=layer.layer.count, format=routed.label) if routed else None,
         shared=record.SharedExpert(width=shared.width, format=shared.label) if shared else None,
     )
 

@@ -8,8 +8,8 @@ from math import prod
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.names import SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.model.formats import Format, StorageKind, Tile
-from fse_convert.model.moe import Role
+from fse_convert.model.description import ExpertGroup
+from fse_convert.model.formats import StorageKind, Tile
 from fse_convert.plan.changes.apply import changed_tensors, lay_out
 from fse_convert.plan.decide import decide
 from fse_convert.plan.plan import Decision, Options, Plan
@@ -22,10 +22,10 @@ from fse_convert.plan.tensors import (
     SharedExpert,
     TensorSpec,
     Tripwire,
-    matrix,
     placed,
 )
 from fse_convert.servers.targets import Contract
+from fse_convert.sidecar.manifest import stretches
 from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, original_name, originals_file, shard_metadata
 
 SIDECAR_SHARD_BYTES = 1 << 30
@@ -64,34 +64,29 @@ def _padding(decision: Decision) -> Iterator[tuple[str, tuple[TensorSpec]]]:
         return
     for layer in decision.after.description.layers:
         for group, width in ((layer.routed, decision.at_main.routed), (layer.shared, decision.at_main.shared)):
-            if group is None:
-                continue
-            for expert in group.experts:
-                for role, projection in expert.projections.items():
-                    f = group.formats[role]
-                    for suffix, info in projection.parts.items():
-                        padded = _pad(info, f, f.tiles[suffix], role, width)
-                        if padded:
-                            yield info.name, (padded,)
+            for padded in _padded(group, width) if group else ():
+                yield padded.name, (padded,)
 
 
-def _pad(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int) -> TensorSpec | None:
-    if tile is None:
-        return None
-    n, k = (f.shape[0], width) if role is Role.DOWN else (width, f.shape[1])
-    shape = tile.stored(n, k, len(info.shape))
-    if shape == info.shape:
-        return None
-    rows, row_bytes = matrix(info)
-    change = Padded(
-        source=info,
-        rows=rows,
-        row_bytes=row_bytes,
-        new_rows=shape[0],
-        new_row_bytes=prod(shape[1:]) * element_bytes(info.dtype),
-        fill=tile.fill,
-        nan=tile.nan,
-    )
+def _padded(group: ExpertGroup, width: int) -> Iterator[TensorSpec]:
+    for expert in group.experts:
+        for role, projection in expert.projections.items():
+            f = group.formats[role]
+            for suffix, info in projection.parts.items():
+                tile = f.tiles[suffix]
+                shape = tile.stored(*f.at(role, width), len(info.shape)) if tile else info.shape
+                if tile and shape != info.shape:
+                    yield _grown(info, shape, stretches(info.shape, shape), tile)
+    for s in group.stacked:
+        f = group.formats[s.role]
+        shape = s.shape(f.shape, f.at(s.role, width))
+        if s.tile and shape != s.info.shape:
+            yield _grown(s.info, shape, s.stretches, s.tile)
+
+
+def _grown(info: TensorInfo, shape: tuple[int, ...], count: int, tile: Tile) -> TensorSpec:
+    new = prod(shape) * element_bytes(info.dtype) // count
+    change = Padded(source=info, stretches=count, old=info.nbytes // count, new=new, fill=tile.fill, nan=tile.nan)
     return TensorSpec(info.name, info.dtype, shape, change)
 
 

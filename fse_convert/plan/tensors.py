@@ -36,16 +36,16 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """A stored matrix ``[rows, row_bytes]`` at the head of a larger one; ``fill`` is the element that pads.
+    """A tensor cut into ``stretches`` of ``old`` bytes, each of which grows at its end to ``new`` bytes of elements ``fill``.
 
-    ``nan``: the codes to look for in what is read.
+    Rows are added to a matrix as one stretch, columns with one a row, and rows to each of several matrices in a tensor with one a
+    matrix. ``nan``: the codes to look for in what is read.
     """
 
     source: TensorInfo
-    rows: int
-    row_bytes: int
-    new_rows: int
-    new_row_bytes: int
+    stretches: int
+    old: int
+    new: int
     fill: bytes
     nan: NaN | None
 

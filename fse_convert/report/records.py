@@ -224,7 +224,7 @@ def _layer(judged: LayerVerdict) -> LayerRecord:
         verdict,
         verdict=verdict.outcome,
         server=judged.server.outcome,
-        routed=d.routed and fill(ExpertsRecord, d.routed, count=len(d.layer.routed), hidden=UNSET),
+        routed=d.routed and fill(ExpertsRecord, d.routed, count=d.layer.count, hidden=UNSET),
         shared=d.shared and fill(ExpertsRecord, d.shared, hidden=UNSET),
     )
 

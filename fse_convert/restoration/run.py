@@ -31,7 +31,7 @@ from fse_convert.output.staging import Staging, check_output, check_space, check
 from fse_convert.progress import Event, Observer, Phase, Work
 from fse_convert.restoration.formats import Recipe, recipes, restored
 from fse_convert.restoration.tensors import Bytes, TensorFile, unlike, without_padding
-from fse_convert.sidecar.manifest import damaged_manifest, read_manifest
+from fse_convert.sidecar.manifest import damaged_manifest, read_manifest, stretches
 from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
 from fse_convert.sidecar.reader import read_shards
 from fse_convert.sidecar.tensors import is_originals_file, originals_file
@@ -164,6 +164,14 @@ class Restoration:
     def _source_shape(self, t: TensorInfo) -> tuple[int, ...]:
         return tuple(self.manifest.padded.get(t.name, t.shape))
 
+    def _stretches(self, t: TensorInfo) -> int:
+        """Return in how many stretches a tensor was padded. Raises VerificationFailure for shapes that padding does not lead to."""
+        recorded = {} if self.manifest.stretches is UNSET else self.manifest.stretches
+        try:
+            return recorded[t.name] if t.name in recorded else stretches(self._source_shape(t), t.shape)
+        except ValueError as e:
+            raise unlike("tensor-shape", f"{t.shard}: {t.name}", str(e)) from e
+
     def _restore_shard(self, shard: Shard, staging: Staging, observe: Observer) -> str:
         """Cut the padding out of one shard, or carry it over when it has none; return how."""
         identity = self.manifest.source.shards.get(shard.name)
@@ -255,7 +263,7 @@ class Restoration:
         """Yield the bytes of a shard's tensors, but for what padding added to them."""
         with self._file(shard.name, path, observe) as file:
             for t in shard.header.tensors:
-                yield from without_padding(file, t, self._source_shape(t))
+                yield from without_padding(file, t, self._source_shape(t), self._stretches(t))
 
     def _derive(self, name: str, digest: str, candidates: Iterable[bytes]) -> bytes:
         """Return an original file or header: kept as text in the manifest, or the candidate with its digest."""

@@ -62,33 +62,25 @@ class TensorFile:
         return self.read(t, (min(CHUNK, t.nbytes - at) for at in range(0, t.nbytes, CHUNK)))
 
 
-def without_padding(file: TensorFile, t: TensorInfo, shape: tuple[int, ...]) -> Iterator[Bytes]:
-    """Read a tensor and yield what of it lies within the source's shape: the head of its rows, and of their columns."""
-    rows, row = _matrix(t.shape, t.nbytes)
-    kept_rows, kept_row = _matrix(shape, prod(shape) * BITS[t.dtype] // 8)
-    if kept_rows > rows or kept_row > row:
-        message = f"{list(t.shape)} cannot hold the original {list(shape)}"
+def without_padding(file: TensorFile, t: TensorInfo, shape: tuple[int, ...], stretches: int) -> Iterator[Bytes]:
+    """Read a tensor and yield what of it is the source's, of ``shape``: the head of each of its equal stretches of bytes."""
+    source = prod(shape) * BITS[t.dtype] // 8
+    if t.nbytes % stretches or source % stretches or source > t.nbytes:
+        message = f"{list(t.shape)} does not hold the original {list(shape)} in {stretches} parts"
         raise unlike("tensor-shape", f"{file.shard.name}: {t.name}", message)
-    tiles = list(_tiles(rows, row))
-    for (offset, size, columns), piece in zip(tiles, file.read(t, (size for _, size, _ in tiles)), strict=True):
-        first, column = divmod(offset, row)
-        here_rows = max(0, min(size // columns, kept_rows - first))
-        yield _cut(piece[: here_rows * columns], columns, max(0, min(columns, kept_row - column)))
+    size, kept = t.nbytes // stretches, source // stretches
+    tiles = list(_tiles(stretches, size))
+    for (offset, _, columns), piece in zip(tiles, file.read(t, (length for _, length, _ in tiles)), strict=True):
+        yield _cut(piece, columns, max(0, min(columns, kept - offset % size)))
 
 
 def _tiles(rows: int, row: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a matrix of ``rows`` of ``row`` bytes into (offset, bytes, bytes per row): whole rows, or parts of one long row."""
+    """Cut ``rows`` of ``row`` bytes into (offset, bytes, bytes per row): whole rows, or parts of one long row."""
     if row > CHUNK:
         yield from ((first * row + at, n, n) for first in range(rows) for at in range(0, row, CHUNK) if (n := min(CHUNK, row - at)))
     elif row:
         step = CHUNK // row
         yield from ((first * row, min(step, rows - first) * row, row) for first in range(0, rows, step))
-
-
-def _matrix(shape: tuple[int, ...], nbytes: int) -> tuple[int, int]:
-    """Return rows, and bytes of a row, of a tensor whose other dimensions are one."""
-    rows = shape[0] if shape else 1
-    return (rows, nbytes // rows) if rows else (0, 0)
 
 
 def _cut(rows: memoryview, row_bytes: int, keep: int) -> memoryview | bytearray:

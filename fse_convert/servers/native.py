@@ -144,6 +144,9 @@ def _launch_groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] |
     if layer.layer.gate_tensor:
         message = "the shared expert has a gate of its own that scales its output; the kernel adds it with weight 1"
         return because(Outcome.UNFUSED, "shared-gated", message)
+    if layer.shared.stacked:
+        message = "gate and up of the shared expert are one matrix; the kernel layout is made of two"
+        return because(Outcome.UNFUSED, "expert-unknown", message)
     return layer.routed, layer.shared
 
 

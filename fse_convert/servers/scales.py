@@ -52,7 +52,8 @@ def _f32(group: ExpertGroup) -> Iterable[TensorInfo]:
     names = {r: f.scale for r, f in blocks if f.scale}
     if not names:
         return ()
-    return chain.from_iterable((e.projections[role].parts[scale] for role, scale in names.items()) for e in group.experts)
+    of_experts = (e.projections[role].parts[scale] for e in group.experts for role, scale in names.items())
+    return chain(of_experts, (s.info for s in group.stacked if s.part == names.get(s.role)))
 
 
 def with_scales(layer: LayerDescription, verdict: Verdict, scales: Scales, rounded_by: str = "") -> Verdict:

@@ -6,7 +6,7 @@ What it says of the source is enough to tell that source from another, and for `
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -19,7 +19,7 @@ from fse_convert.sidecar.tensors import kernel_prefix
 
 FORMAT = "fse-convert"
 FORMAT_VERSION = 2
-"""The newest version: that of an output whose formats changed, or that has no kernel layout. Others are of version 1."""
+"""The newest version: of outputs without kernel layout, or with changed formats or padded stacks. Others are of version 1."""
 DIGEST = "manifest_sha256"
 """The last key: SHA-256 of the manifest without it, encoded as the manifest is."""
 FUSED = "fused"
@@ -209,7 +209,8 @@ class FileDigest(Record, frozen=True, kw_only=True):
 class Manifest(Record, frozen=True, kw_only=True):
     """What an output is.
 
-    ``padded``: the source's shape of every tensor that was padded. ``files``: every file but the manifest; ``tensors``:
+    ``padded``: the source's shape of every tensor that was padded; ``stretches``: of those with several matrices, in how many
+    equal stretches of bytes they grew, where that is not as for one matrix. ``files``: every file but the manifest; ``tensors``:
     XXH3-128 of every tensor, as hex; both None when the output was written without proof.
     """
 
@@ -226,6 +227,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     layers: list[Layer]
     server: Server | None
     padded: dict[str, list[Natural]]
+    stretches: dict[str, Positive] | msgspec.UnsetType = msgspec.UNSET
     source: SourceIdentity
     proof: ProofRecord
     files: dict[str, FileDigest] | None
@@ -256,6 +258,17 @@ class Manifest(Record, frozen=True, kw_only=True):
         """Return the manifest as JSON values, keys in the order in which they are written."""
         value: dict[str, Any] = msgspec.to_builtins(self)
         return value
+
+
+def stretches(source: Sequence[int], shape: Sequence[int]) -> int:
+    """Return in how many stretches of bytes a tensor grew that holds one matrix: at its end by rows, or every row by columns.
+
+    Raises ValueError for shapes that no padding leads to.
+    """
+    grown = [i for i, (old, new) in enumerate(zip(source, shape, strict=False)) if old != new]
+    if len(source) != len(shape) or len(grown) > 1 or any(source[i] > shape[i] for i in grown):
+        raise ValueError(f"{list(shape)} cannot hold the original {list(source)}")
+    return 1 if grown in ([], [0]) else source[0]
 
 
 def sealed(manifest: Manifest) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fse_convert.model.family import Family
+from fse_convert.model.family import Family, Stack
 from fse_convert.model.moe import Role
 from fse_convert.testing.memory import Tensors, expert
 
@@ -26,15 +26,28 @@ def _layer(family: Family, block: str) -> Tensors:
     names = {role: name for name, role in family.routed_names.items()}
     routed = (names.get(Role.GATE, ""), names[Role.UP], names[Role.DOWN])
     tensors: Tensors = {}
-    if family.stacked:
-        tensors[f"{block}.experts.gate_up_proj"] = ("BF16", (EXPERTS, HIDDEN, 2 * WIDTH))
-        tensors[f"{block}.experts.down_proj"] = ("BF16", (EXPERTS, WIDTH, HIDDEN))
+    for stack in family.stacked:
+        tensors[f"{block}.{stack.name}{_suffix(stack)}"] = ("BF16", (EXPERTS, *_stored(stack)))
     for number in range(0 if family.stacked else EXPERTS):
         tensors |= expert(f"{block}.experts.{number}", "bf16", WIDTH, HIDDEN, routed)
     if family.shared:
         names = {role: name for name, role in family.shared_names.items()}
         shared = f"{block.rpartition('.')[0] if family.beside else block}.{family.shared}"
-        tensors |= expert(shared, "bf16", WIDTH, HIDDEN, (names.get(Role.GATE, ""), names[Role.UP], names[Role.DOWN]))
+        for stack in family.fused if Role.UP not in names else ():
+            tensors[f"{shared}.{stack.name}.weight"] = ("BF16", _stored(stack))
+        of_shared = (names.get(Role.GATE, ""), names.get(Role.UP, ""), names[Role.DOWN])
+        tensors |= expert(shared, "bf16", WIDTH, HIDDEN, of_shared)
         if family.gated:
             tensors[f"{shared}_gate.weight"] = ("BF16", (1, HIDDEN))
     return tensors
+
+
+def _suffix(stack: Stack) -> str:
+    """Return what names of modules have and those of parameters lack."""
+    return "" if stack.name.startswith("experts.") and stack.name.endswith("_proj") else ".weight"
+
+
+def _stored(stack: Stack) -> tuple[int, int]:
+    """Return rows and columns of a stack's matrix, as it is stored."""
+    n, k = (HIDDEN, WIDTH) if stack.roles == (Role.DOWN,) else (len(stack.roles) * WIDTH, HIDDEN)
+    return (k, n) if stack.transposed else (n, k)

@@ -22,6 +22,7 @@ from fse_convert.model.description import Description, ExpertGroup
 from fse_convert.model.family import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
+from fse_convert.model.stacked import BIAS, Stacked
 from fse_convert.plan.changes.change import ConfigChange, changed_config
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.plan.planner import tripwire
@@ -43,17 +44,25 @@ ONES = {"F8_E8M0": b"\x7f", "U8": b"\x7f", "F32": b"\0\0\x80\x3f", "F8_E4M3": b"
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """A stored matrix at the head of a larger one of ``shape``, ``fill`` (one element) in all the rest."""
+    """A tensor that grows to ``shape`` in equal stretches of bytes, each at its end by elements ``fill``.
+
+    ``stretches``: one where a matrix gets rows, one a row where rows become longer, one a matrix where each of several gets rows.
+    """
 
     info: TensorInfo
     shape: tuple[int, ...]
     fill: bytes
+    stretches: int
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a row, and of a row of the larger one."""
-        old, new = (prod(shape[1:]) * len(self.fill) for shape in (self.info.shape, self.shape))
-        return old, new
+        """Bytes of a stretch before and after."""
+        return self.info.nbytes // self.stretches, prod(self.shape) * len(self.fill) // self.stretches
+
+    @property
+    def is_many(self) -> bool:
+        """Whether the two shapes, taken for those of one matrix, would tell other stretches."""
+        return self.stretches != _of_one(self.info.shape, self.shape)
 
 
 Holds = TensorInfo | Padded | Recoded | Computed | None
@@ -230,7 +239,7 @@ class ExpectedOutput:
         """The experts whose format changes and that are computed: one routed expert of every layer, and the shared ones."""
         rules = {source.name: t.holds.rule for t in self.tensors if isinstance(t.holds, Recoded) for source in t.holds.sources}
         for d in self.source.description.layers:
-            for group in d.groups:
+            for group in (g for g in d.groups if g.experts):
                 chosen = choose(Sample(1, SEED), {"": [e.name for e in group.experts]})
                 number, expert = next((i, e) for i, e in enumerate(group.experts) if e.name in chosen)
                 parts = (info.name for projection in expert.projections.values() for info in projection.parts.values())
@@ -295,7 +304,35 @@ def _padded_of(group: ExpertGroup, width: int) -> Iterator[Padded]:
                 cell = _cell(f, suffix)
                 shape = _stored(new, cell, len(info.shape)) if cell else info.shape
                 if shape != info.shape:
-                    yield Padded(info, shape, ONES[info.dtype] if suffix == f.scale else bytes(BITS[info.dtype] // 8))
+                    fill = _fill(info, is_scale=suffix == f.scale)
+                    yield Padded(info, shape, fill, _of_one(info.shape, shape))
+    for stack in group.stacked:
+        yield from _padded_stack(stack, group.formats[stack.role], width)
+
+
+def _padded_stack(stack: Stacked, f: Format, width: int) -> Iterator[Padded]:
+    """Yield what a tensor of many matrices becomes; nothing where it does not grow.
+
+    What stands before the dimension that grows counts the matrices, or their rows; gate and up, where one follows the other, twice.
+    """
+    info, along = stack.info, 1 if stack.role is Role.DOWN else 0
+    cell = (1, 0) if stack.part == BIAS else _cell(f, stack.part)
+    if cell is None or not cell[along]:
+        return
+    old, new = (-(-w // cell[along]) for w in (f.shape[along], width))
+    if old != new:
+        shape = tuple(size * new // old if i == stack.axis else size for i, size in enumerate(info.shape))
+        fill = _fill(info, is_scale=stack.part == f.scale)
+        yield Padded(info, shape, fill, prod(info.shape[: stack.axis]) * stack.parts)
+
+
+def _of_one(old: tuple[int, ...], new: tuple[int, ...]) -> int:
+    """Return in how many stretches one matrix grows: as a whole by rows, or every row by columns."""
+    return old[0] if old[0] == new[0] else 1
+
+
+def _fill(info: TensorInfo, *, is_scale: bool) -> bytes:
+    return ONES[info.dtype] if is_scale else bytes(BITS[info.dtype] // 8)
 
 
 def _cell(f: Format, suffix: str) -> tuple[int, int] | None:

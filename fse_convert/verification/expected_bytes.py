@@ -140,25 +140,42 @@ def _by_rows(name: str, start: int, rows: Rows) -> Iterator[Piece]:
 
 
 def _padded_rows(p: Padded, source: SourceTensors) -> Rows:
-    rows, (size, new_size) = p.info.shape[0], p.sizes
+    """Describe a padded tensor: its short stretches are rows; of long ones, elements are, so that a piece may begin anywhere."""
+    old, new = p.sizes
+    if new > CHUNK:
+        return _long_stretches(p, source)
     fill = torch.tensor(list(p.fill), dtype=torch.uint8)
-    column = size // len(fill)
+    column = old // len(fill)
 
     def expected(first: int, count: int, memory: Memory) -> memoryview:
-        real = max(0, min(count, rows - first))
-        held = memory.take("source", real * size)
-        if real:
-            source.read(p.info, first * size, held)
-        if real == count and size == new_size:
-            return held
-        out = memory.take("expected", count * new_size)
+        held = memory.take("source", count * old)
+        source.read(p.info, first * old, held)
+        out = memory.take("expected", count * new)
         elements = _tensor(out).view(count, -1, len(fill))
-        elements[real:] = fill
-        elements[:real, column:] = fill
-        elements[:real, :column] = _tensor(held).view(real, column, len(fill))
+        elements[:, column:] = fill
+        elements[:, :column] = _tensor(held).view(count, column, len(fill))
         return out
 
-    return Rows(p.shape[0], new_size, expected, lambda row, at: row >= rows or at >= size)
+    return Rows(p.stretches, new, expected, lambda _, at: at >= old)
+
+
+def _long_stretches(p: Padded, source: SourceTensors) -> Rows:
+    (old, new), size, fill = p.sizes, len(p.fill), torch.tensor(list(p.fill), dtype=torch.uint8)
+
+    def expected(first: int, count: int, memory: Memory) -> memoryview:
+        start, out = first * size, memory.take("expected", count * size)
+        at = 0
+        while at < len(out):
+            stretch, place = divmod(start + at, new)
+            real, whole = (min(len(out) - at, max(0, end - place)) for end in (old, new))
+            if real:
+                source.read(p.info, stretch * old + place, out[at : at + real])
+            if whole > real:
+                _tensor(out[at + real : at + whole]).view(-1, size)[:] = fill
+            at += whole
+        return out
+
+    return Rows(p.stretches * new // size, size, expected, lambda row, at: (row * size + at) % new >= old)
 
 
 def _kernel_rows(name: KernelTensorName, expert: SharedExpert, source: SourceTensors) -> Rows:
@@ -166,7 +183,7 @@ def _kernel_rows(name: KernelTensorName, expert: SharedExpert, source: SourceTen
     if name is KernelTensorName.L1_WEIGHT:
         return Rows(2 * s, h, partial(_l1_rows, expert, source), lambda row, _: _of_row(l1_weight_rows, row) >= width, 16)
     if name is KernelTensorName.L2_WEIGHT:
-        return _padded_rows(Padded(expert.weight(Role.DOWN), (h, s), b"\0"), source)
+        return _padded_rows(Padded(expert.weight(Role.DOWN), (h, s), b"\0", h), source)
     gate, up, down = (partial(StoredExpert(expert.group, 0, source).scales, role, 0) for role in Role)
     if name is KernelTensorName.L1_SCALE:
         scales = l1_scale_bytes(gate(width), up(width), s)

@@ -116,7 +116,7 @@ class BothSides:
     @cached_property
     def _standard(self) -> tuple[SourceTensors, dict[str, ExpertGroup]]:
         opened = describe_source(read_checkpoint(self.out).checkpoint)
-        groups = {group.experts[0].name: group for d in opened.description.layers for group in d.groups}
+        groups = {group.experts[0].name: group for d in opened.description.layers for group in d.groups if group.experts}
         return SourceTensors.of(opened.checkpoint, self.ours), groups
 
     @cached_property

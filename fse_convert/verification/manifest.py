@@ -153,8 +153,9 @@ def derived_keys(expected: ExpectedOutput) -> dict[str, Any]:
     padded = {t.name: list(t.holds.info.shape) for t in expected.tensors if isinstance(t.holds, Padded)}
     copied = ((t.name, t.holds.name) for t in expected.tensors if isinstance(t.holds, TensorInfo))
     renamed = {name: old for name, old in copied if name != old}
+    stretches = {t.name: t.holds.stretches for t in expected.tensors if isinstance(t.holds, Padded) and t.holds.is_many}
     derived = {"config_edits": msgspec.to_builtins(expected.config_edits), "padded": padded}
-    return {**derived, "renamed": renamed} if renamed else derived
+    return derived | ({"renamed": renamed} if renamed else {}) | ({"stretches": stretches} if stretches else {})
 
 
 def expected_manifest(expected: ExpectedOutput, manifest: Manifest) -> dict[str, Any]:

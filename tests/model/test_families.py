@@ -17,6 +17,7 @@ from fse_convert.model.moe import LayerKind, Role
 from fse_convert.model.quantization import read_quantization
 from fse_convert.servers.judge import judge
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert, subject_of
+from tests.stacked import CASES
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
 
@@ -491,7 +492,8 @@ def test_the_keys_that_say_which_layers_have_experts(release: Release) -> None:
 
 
 def test_every_family_of_the_table_is_tried() -> None:
-    tried = {r.family for r in RELEASES} | {"Llama 4", "Step-5", "Step-3", "Inkling", "Muse Spark"}
+    stacked = [find_family({"model_type": case.model_type}) for case in CASES]
+    tried = {r.family for r in RELEASES} | {f.name for f in stacked if f} | {"Step-3", "Inkling", "Muse Spark", "Granite-MoE SWA"}
     assert tried == {f.name for f in FAMILIES}
 
 
@@ -546,7 +548,7 @@ def test_patterns_compile_and_take_no_more_than_a_block() -> None:
         assert pattern.fullmatch("vision_tower.layers.0.mlp") is None
 
 
-def test_llama4_experts_are_stacked_and_said_to_be() -> None:
+def test_llama4_holds_all_experts_of_a_layer_in_two_tensors() -> None:
     prefix = "language_model.model.layers.{}.feed_forward"
     tensors: Tensors = {}
     for i in range(LAYERS):
@@ -558,10 +560,11 @@ def test_llama4_experts_are_stacked_and_said_to_be() -> None:
         "text_config": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS, "num_hidden_layers": 2},
     }
     found = description_of(config, tensors)
-    assert [p.code for p in found.problems] == ["experts-stacked"] * LAYERS
-    assert "one 3-D tensor, BF16 [3, 128, 256]" in found.problems[0].message
-    assert found.problems[0].where == "language_model.model.layers.0.feed_forward.experts.down_proj and 1 more"
-    assert all(d.shared and d.shared.width == WIDTH and d.routed is None for d in found.layers)
+    assert found.problems == found.conflicts == ()
+    assert all(d.shared and d.shared.width == WIDTH for d in found.layers)
+    assert [(d.layer.count, d.routed and (d.routed.width, d.routed.hidden)) for d in found.layers] == [
+        (3, (WIDTH, HIDDEN))
+    ] * LAYERS
 
 
 @pytest.mark.parametrize("shared", ["share_expert", "moe.share_expert"])
@@ -586,8 +589,8 @@ def test_step5_holds_stacked_experts_in_the_block_and_the_shared_one_beside_it(s
         ("model.layers.1.moe", "decoder"),
         ("model.layers.2.moe", "mtp"),
     ]
-    assert {p.code for p in found.problems} == {"experts-stacked"}
-    assert all(d.shared and d.shared.width == WIDTH for d in found.layers)
+    assert found.problems == ()
+    assert all(d.shared and d.routed and d.shared.width == d.routed.width == WIDTH for d in found.layers)
     assert found.layers[0].layer.shared is not None
     assert found.layers[0].layer.shared.projections[Role.GATE].name == f"model.layers.1.{shared}.gate_proj"
 
@@ -665,7 +668,7 @@ def test_step3_has_a_shared_expert_beside_its_stacked_ones() -> None:
         tensors |= expert(f"model.layers.{i}.share_expert", "bf16", WIDTH, HIDDEN, PROJ)
     text = {"moe_num_experts": 4, "moe_intermediate_size": WIDTH, "share_expert_dim": 2 * WIDTH, "num_hidden_layers": LAYERS}
     found = description_of({"model_type": "step3_vl", "text_config": {"model_type": "step3_text", **text}}, tensors)
-    assert {p.code for p in found.problems} == {"experts-stacked"}
+    assert found.problems == ()
     assert [d.layer.name for d in found.layers] == [f"model.layers.{i}.moe" for i in range(LAYERS)]
     assert all(d.shared and d.shared.width == WIDTH for d in found.layers)
     assert [c.message.partition(" is ")[0] for c in found.conflicts] == ["text_config.share_expert_dim"]

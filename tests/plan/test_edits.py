@@ -198,12 +198,13 @@ def test_a_name_of_the_width_that_says_another_one_is_refused_whichever_it_is(mo
 
 def test_the_keys_of_every_family_that_is_padded_are_tried() -> None:
     """Those above and no others: a row that loses, gains or misnames one fails here, and in the tests that edit them."""
+    padded = [f for f in FAMILIES if not f.stacked and f.name != "Inkling"]  # whose experts are interleaved in one tensor
     tried: dict[str, set[str]] = {}
     for model in MODELS:
         family = find_family({"model_type": model.model_type})
         assert family is not None
         tried.setdefault(f"{family.name} {family.model_types[0]}", set()).update(model.keys)
-    assert tried.items() >= {f"{f.name} {f.model_types[0]}": {w.key for w in f.widths} for f in FAMILIES if not f.stacked}.items()
+    assert tried.items() >= {f"{f.name} {f.model_types[0]}": {w.key for w in f.widths} for f in padded}.items()
 
 
 @pytest.mark.parametrize("model", MODELS, ids=NAMES)

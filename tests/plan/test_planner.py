@@ -76,13 +76,12 @@ def test_latent_experts_do_not_fuse() -> None:
     assert [p.code for p in error.problems] == ["not-fusable", "hidden-differs"]
 
 
-def test_stacked_experts_are_not_understood() -> None:
-    block = "language_model.model.layers.{}.feed_forward"
+def test_stacked_experts_are_not_understood_in_a_family_that_has_none() -> None:
     tensors: Tensors = {}
     for i in range(2):
-        tensors[f"{block.format(i)}.experts.gate_up_proj"] = ("BF16", (2, HIDDEN, 2 * WIDTH))
-        tensors |= expert(f"{block.format(i)}.shared_expert", "fp8-32", WIDTH, HIDDEN, PROJ)
-    error = refused({"model_type": "llama4", "text_config": {"intermediate_size": WIDTH, "num_local_experts": 2}}, tensors)
+        tensors[f"{MLP.format(i)}.experts.gate_up_proj"] = ("BF16", (2, 2 * WIDTH, HIDDEN))
+        tensors |= expert(f"{MLP.format(i)}.shared_experts", "fp8-32", WIDTH, HIDDEN, PROJ)
+    error = refused({"model_type": "deepseek_v3", **COUNT}, tensors)
     assert isinstance(error, InvalidCheckpoint)
     assert {p.code for p in error.problems} == {"experts-stacked"}
 

@@ -20,6 +20,7 @@ from fse_convert.progress import Event, ignore
 from fse_convert.restoration import tensors as reading
 from fse_convert.restoration.formats import recipes, restored
 from fse_convert.restoration.tensors import TensorFile, without_padding
+from fse_convert.sidecar.manifest import stretches
 from fse_convert.sidecar.reader import read_shards
 
 Entry = tuple[str, str, tuple[int, ...]]
@@ -75,39 +76,57 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 5, 12, 1000])
 @pytest.mark.parametrize(
-    ("dtype", "shape", "kept"),
+    ("dtype", "shape", "kept", "count"),
     [
-        ("U8", (6, 12), (6, 12)),
-        ("U8", (6, 12), (4, 12)),
-        ("U8", (6, 12), (6, 7)),
-        ("U8", (6, 12), (4, 7)),
-        ("F32", (3, 3), (2, 1)),
-        ("U8", (40,), (33,)),
-        ("U8", (6, 1, 2, 1), (4, 1, 1, 1)),
-        ("U8", (), ()),
-        ("U8", (0, 4), (0, 4)),
-        ("U8", (6, 12), (6, 0)),
+        ("U8", (6, 12), (6, 12), 1),
+        ("U8", (6, 12), (4, 12), 1),
+        ("U8", (6, 12), (6, 7), 6),
+        ("F32", (3, 3), (3, 1), 3),
+        ("U8", (40,), (33,), 1),
+        ("U8", (6, 1, 2, 1), (6, 1, 1, 1), 6),
+        ("U8", (2, 8, 3), (2, 6, 3), 2),
+        ("U8", (2, 8, 3), (2, 6, 3), 4),
+        ("U8", (), (), 1),
+        ("U8", (0, 4), (0, 4), 1),
+        ("U8", (6, 12), (6, 0), 6),
     ],
 )
-def test_the_head_of_rows_and_of_their_columns_is_kept(
-    chunk: int, dtype: str, shape: tuple[int, ...], kept: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_head_of_every_stretch_is_kept(
+    chunk: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    kept: tuple[int, ...],
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reading, "CHUNK", chunk)
     s = shard(tmp_path, NAME, [("t", dtype, shape)])
     with opened(tmp_path, s) as file:
-        out = b"".join(map(bytes, without_padding(file, s.header.tensors[0], kept)))
-    rows, columns = (shape[0] if shape else 1), prod(shape[1:]) * BITS[dtype] // 8
-    keep = prod(kept[1:]) * BITS[dtype] // 8
-    stored = [bytes(range(i * columns, (i + 1) * columns)) for i in range(rows)]
-    assert out == b"".join(row[:keep] for row in stored[: kept[0] if kept else 1])
+        out = b"".join(map(bytes, without_padding(file, s.header.tensors[0], kept, count)))
+    size, keep = (prod(x) * BITS[dtype] // 8 // count for x in (shape, kept))
+    assert out == b"".join(bytes(range(i * size, i * size + keep)) for i in range(count))
 
 
-@pytest.mark.parametrize("kept", [(7, 12), (6, 13), (6, 12, 2)])
-def test_a_tensor_that_cannot_hold_the_original_is_refused(kept: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kept", "count"), [((7, 12), 1), ((6, 13), 6), ((6, 12), 5), ((5, 12), 72)])
+def test_a_tensor_that_cannot_hold_the_original_is_refused(kept: tuple[int, ...], count: int, tmp_path: Path) -> None:
     s = shard(tmp_path, NAME, [("t", "U8", (6, 12))])
     with opened(tmp_path, s) as file, pytest.raises(VerificationFailure) as error:
-        list(without_padding(file, s.header.tensors[0], kept))
+        list(without_padding(file, s.header.tensors[0], kept, count))
     assert error.value.problems[0].code == "tensor-shape"
+
+
+@pytest.mark.parametrize(
+    ("source", "shape", "count"), [((6, 12), (8, 12), 1), ((6, 12), (6, 14), 6), ((6,), (9,), 1), ((6, 1, 2, 1), (6, 1, 3, 1), 6)]
+)
+def test_one_matrix_grows_by_rows_or_by_columns(source: tuple[int, ...], shape: tuple[int, ...], count: int) -> None:
+    assert stretches(source, shape) == count
+
+
+@pytest.mark.parametrize("shape", [(8, 14), (5, 12), (6, 11), (6, 12, 1), (6,)])
+def test_no_padding_leads_to_other_shapes(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="cannot hold the original"):
+        stretches((6, 12), shape)
 
 
 SIZES = st.sampled_from([0, 1, 2, 3, 32, 48, 64])

@@ -152,6 +152,6 @@ class _QuarkEdit:
         return any(means(entry, module) for module in self.others)
 
     def _means_routed(self, entry: str) -> bool:
-        routed = [d.routed.experts[0] for d in self.layers if d.routed]
+        routed = (e for d in self.layers if d.routed for e in d.routed.experts[:1])
         modules = [experts_module(d) for d in self.layers] + [p.name for e in routed for p in e.projections.values()]
         return any(means(entry, module) for module in modules)

@@ -211,7 +211,7 @@ def _layer(d: LayerDescription) -> LayerRecord:
     return fill(
         LayerRecord,
         d.layer,
-        routed=d.routed and fill(ExpertsRecord, d.routed, count=len(d.layer.routed)),
+        routed=d.routed and fill(ExpertsRecord, d.routed, count=d.layer.count),
         shared=d.shared and fill(ExpertsRecord, d.shared, count=1),
         gated=d.layer.gate_tensor is not None,
         stacked=[t.name for t in d.layer.stacked],

@@ -358,10 +358,10 @@ def layer_rows(description: Description) -> list[LayerRow]:
 
 
 def _routed(d: LayerDescription) -> str:
-    if d.layer.stacked:
+    count = d.layer.count
+    if d.routed is None and d.layer.stacked:
         t = d.layer.stacked[0]
         return f"one tensor {t.dtype} {list(t.shape)}"
-    count = len(d.layer.routed)
     if d.routed is None:
         return f"{count} x ?" if count else "none"
     return f"{count} x {d.routed.label}, {d.routed.width} wide"

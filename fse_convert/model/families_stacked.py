@@ -1,0 +1,133 @@
+"""Families whose releases hold all routed experts of a layer in one tensor. As data, like `fse_convert.model.families`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fse_convert.model.family import (
+    BARE_LAYERS,
+    EITHER,
+    EVERY_LAYER,
+    GATE_UP,
+    MOE,
+    PROJ_NAMES,
+    SPARSE,
+    STACKED,
+    STEPPED,
+    TRANSPOSED,
+    Family,
+    Share,
+    Stack,
+    Width,
+)
+from fse_convert.model.moe import Role
+
+EACH = tuple(Stack(name, (role,)) for name, role in PROJ_NAMES.items())
+"""Gate, up and down in a tensor each."""
+
+GRANITE = Family(
+    name="Granite-MoE",
+    model_types=("granitemoe",),
+    source="vLLM 0.33 model_executor/models/granitemoe.py; SGLang 0.5.23 models/granitemoe.py:329;"
+    " transformers 5.24 granitemoe, conversion_mapping.py:915-928",
+    block=SPARSE,
+    shared="",
+    widths=(EITHER,),
+    n_routed_keys=("num_local_experts",),
+    n_shared_keys=(),
+    stacked=(Stack("input_linear", GATE_UP), Stack("output_linear", (Role.DOWN,))),
+    mtp_key=None,
+    sparse=EVERY_LAYER,
+)
+
+GRANITE_SHARED = replace(
+    GRANITE,
+    name="Granite-MoE shared",
+    model_types=("granitemoeshared", "granitemoehybrid"),
+    source="vLLM 0.33 model_executor/models/granitemoeshared.py:106-110, granitemoehybrid.py; SGLang 0.5.23"
+    " models/granitemoe.py:329-335; transformers 5.24 granitemoehybrid:745-775",
+    shared="shared_mlp",
+    beside=True,
+    shared_names={"output_linear": Role.DOWN},
+    widths=(EITHER, Width("shared_intermediate_size", Share.SHARED)),
+    fused=(Stack("input_linear", GATE_UP),),
+)
+
+STACKED_ONLY: tuple[Family, ...] = (
+    GRANITE,
+    GRANITE_SHARED,
+    replace(
+        GRANITE_SHARED,
+        name="Granite-MoE SWA",
+        model_types=("granitemoe_swa",),
+        source="transformers 5.24 granitemoe_swa:69, 360",
+        stacked=STACKED,
+    ),
+    Family(
+        name="gpt-oss",
+        model_types=("gpt_oss",),
+        source="vLLM 0.33 model_executor/models/gpt_oss.py:394, 577-585, 859-900, 1382-1396; transformers 5.24 gpt_oss:68",
+        shared="",
+        widths=(EITHER,),
+        n_routed_keys=("num_local_experts",),
+        n_shared_keys=(),
+        stacked=(Stack("experts.gate_up_proj", GATE_UP, transposed=True, interleaved=True), TRANSPOSED[1]),
+        mtp_key=None,
+        sparse=EVERY_LAYER,
+    ),
+    Family(
+        name="Qwen3-VL-MoE",
+        model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        source="vLLM 0.33 model_executor/models/qwen3_vl_moe.py:76; transformers 5.24 conversion_mapping.py:1450-1461",
+        shared="",
+        n_routed_keys=("num_experts", "num_local_experts"),
+        n_shared_keys=(),
+        stacked=TRANSPOSED,
+        mtp_key=None,
+        sparse=STEPPED,
+    ),
+    Family(
+        name="Aria",
+        model_types=("aria", "aria_text"),
+        source="vLLM 0.33 model_executor/models/aria.py; transformers 5.24 aria:227-288, conversion_mapping.py:905-914",
+        widths=(EITHER,),
+        n_routed_keys=("moe_num_experts",),
+        n_shared_keys=("moe_num_shared_experts",),
+        stacked=(Stack("experts.fc1", GATE_UP, transposed=True), Stack("experts.fc2", (Role.DOWN,), transposed=True)),
+        mtp_key=None,
+        sparse=EVERY_LAYER,
+    ),
+    Family(
+        name="Step-5",
+        model_types=("step5", "step3p5", "step3p7"),
+        stacked=EACH,
+        source="vLLM 0.33 models/step5/nvidia/model.py:183-186, 2173-2190 (stacked routed experts), 1762 (share_expert_dim)",
+        layers=BARE_LAYERS,
+        block="moe",
+        shared="share_expert",
+        beside=True,
+        widths=(
+            MOE,
+            Width("share_expert_dim", Share.SHARED, assumed="moe_intermediate_size x moe_top_k (vLLM 0.33)"),
+            Width("share_expert_dims", Share.SHARED),
+        ),
+        n_routed_keys=("moe_num_experts", "n_routed_experts"),
+        n_shared_keys=(),
+        sparse=None,
+    ),
+    Family(
+        name="Step-3",
+        model_types=("step3_text", "step3_vl"),
+        stacked=EACH,
+        source="vLLM 0.33 model_executor/models/step3_text.py:72-83, 260, 423-487, transformers_utils/configs/step3_vl.py:57;"
+        " SGLang 0.5.23 models/step3_vl.py:139, 354",
+        block="moe",
+        shared="share_expert",
+        beside=True,
+        widths=(MOE, Width("share_expert_dim", Share.SHARED, assumed="5120 (vLLM 0.33)")),
+        n_routed_keys=("moe_num_experts",),
+        n_shared_keys=(),
+        mtp_key=None,
+        sparse=None,
+    ),
+)

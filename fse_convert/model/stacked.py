@@ -1,0 +1,144 @@
+"""Tensors that hold all experts of a layer, or gate and up of one MLP: what a single projection of them looks like, how they grow.
+
+A slice of such a tensor is described as a projection of its own, so that formats, widths and servers are judged as elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from fse_convert.checkpoint.header import TensorInfo
+from fse_convert.model.family import Stack
+from fse_convert.model.formats import PLAIN_WEIGHTS, SCALARS, WEIGHTS, Format, Tile
+from fse_convert.model.moe import Expert, Projection, Role
+
+BIAS = "bias"
+PARTS: Mapping[str, str] = {
+    "": "weight",
+    "_blocks": "weight_packed",
+    "_scales": "weight_scale",
+    "_scale": "weight_scale",
+    "_scale_inv": "weight_scale_inv",
+    "_bias": BIAS,
+    ".bias": BIAS,
+    **{f".{part}": part for part in (*WEIGHTS, "weight_scale", "weight_scale_inv", *SCALARS)},
+}
+"""What may stand behind a stack's name, and which part of a projection that is. ``_blocks``, ``_scales``: gpt-oss's MXFP4."""
+PACKED = ("_blocks", "_scales")
+"""Parts whose rows are the projection's even where floats are stored transposed (transformers 5.24 integrations/mxfp4.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """A stored tensor with the matrices of several experts or projections.
+
+    ``role``: whose width it has, up for gate and up together; ``part``: of a projection. ``axis``: the dimension that grows with
+    the width, cut into ``parts`` of equal size, each of which grows at its own end: two where up stands behind gate. ``tile``: how
+    one projection's share tiles ``[N, K]``; None for what does not grow.
+    """
+
+    info: TensorInfo
+    role: Role
+    part: str
+    axis: int
+    parts: int
+    tile: Tile | None
+
+    def shape(self, old: tuple[int, int], new: tuple[int, int]) -> tuple[int, ...]:
+        """Return the stored shape once the projections' ``[N, K]`` is ``new`` instead of ``old``."""
+        stored = self.info.shape
+        if self.tile is None:
+            return stored
+        along = 1 if self.role is Role.DOWN else 0
+        was, will = (self.tile.stored(*shape, 2)[along] for shape in (old, new))
+        return stored if was == will else (*stored[: self.axis], stored[self.axis] * will // was, *stored[self.axis + 1 :])
+
+    @property
+    def stretches(self) -> int:
+        """How many stretches of bytes grow, each at its end."""
+        return prod(self.info.shape[: self.axis]) * self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor in its place: which stack it is of, as which part, and how many dimensions stand before ``[N, K]``."""
+
+    info: TensorInfo
+    stack: Stack
+    suffix: str
+    leading: int
+
+    @property
+    def part(self) -> str:
+        """The part of a projection that it is."""
+        return PARTS[self.suffix]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether columns stand before rows."""
+        return self.stack.transposed and self.suffix not in PACKED and len(self.info.shape) == self.leading + 2
+
+    def slice(self) -> TensorInfo:
+        """Return what one expert's projection has of the tensor, as its header would say."""
+        shape = self.info.shape[self.leading :]
+        if self.part in SCALARS or not shape:
+            return self.info._replace(shape=shape)
+        rows, *columns = shape[::-1] if self.transposed else shape
+        n = len(self.stack.roles)
+        columns = [prod(columns)] if columns else []
+        return self.info._replace(shape=(rows // n if rows % n == 0 else rows, *columns))
+
+    def stacked(self, f: Format) -> Stacked:
+        """Return how it grows, given the format of its projections."""
+        *_, role = self.stack.roles
+        tile = f.tiles.get(self.part)
+        if self.part == BIAS and role is not Role.DOWN:
+            element = PLAIN_WEIGHTS[self.info.dtype]
+            tile = Tile(1, 0, element.fill, element.nan)
+        across = (role is Role.DOWN) != self.transposed
+        parts = 1 if self.stack.interleaved else len(self.stack.roles)
+        return Stacked(self.info, role, self.part, self.leading + across, parts, tile)
+
+
+def place(stacks: Iterable[Stack], tail: str, info: TensorInfo, leading: int) -> Slot | None:
+    """Find the stack that a tensor is of, by its name below the block; None where the name or the dimensions are no stack's."""
+    for stack in stacks:
+        suffix = tail.removeprefix(stack.name)
+        if tail.startswith(stack.name) and suffix in PARTS:
+            slot = Slot(info, stack, suffix, leading)
+            least, most = _dimensions(slot.part, suffix)
+            fits = leading + least <= len(info.shape) <= leading + most and 0 not in info.shape
+            return slot if fits and (slot.part != BIAS or info.dtype in PLAIN_WEIGHTS) else None
+    return None
+
+
+def _dimensions(part: str, suffix: str) -> tuple[int, int]:
+    """Return how many dimensions a part may have behind that of experts."""
+    if part == BIAS:
+        return 1, 1
+    if part in WEIGHTS:
+        return (3, 3) if suffix in PACKED else (2, 2)
+    return 0, 1 if part in SCALARS else 2
+
+
+def single(name: str, slots: Iterable[Slot]) -> Expert:
+    """Return one expert with its share of every tensor but biases, which no format knows."""
+    parts: dict[Role, dict[str, TensorInfo]] = {}
+    names: dict[Role, str] = {}
+    for slot in slots:
+        for role in slot.stack.roles if slot.part != BIAS else ():
+            parts.setdefault(role, {})[slot.part] = slot.slice()
+            names[role] = slot.info.name.removesuffix(slot.suffix)
+    return Expert(name, {role: Projection(names[role], parts[role]) for role in Role if role in parts})
+
+
+def straddling(slots: Iterable[Slot], formats: Mapping[Role, Format]) -> Iterator[Slot]:
+    """Yield scales of which one block may hold rows of gate and of up, or of two experts: padding would cut it."""
+    for slot in slots:
+        f = formats[slot.stack.roles[-1]]
+        if slot.part == f.scale and f.block and len(slot.stack.roles) > 1:
+            rows = f.block[0]
+            if rows > 1 and (slot.stack.interleaved or f.shape[0] % rows):
+                yield slot

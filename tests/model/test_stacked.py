@@ -1,0 +1,126 @@
+"""Stacked experts as headers show them: what is understood, and what is damage or another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fse_convert.model.description import Description
+from fse_convert.model.moe import Role
+from fse_convert.plan.costs import padding, stored
+from fse_convert.servers.native import LaunchWidths
+from fse_convert.testing.memory import Tensors, checkpoint, description_of, expert
+from tests.stacked import CASES, EXPERTS, LAYERS, Case
+
+DTYPES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float32": "F32", "uint8": "U8"}
+
+
+def headers(case: Case, width: int) -> Tensors:
+    """The tensors of a case as headers."""
+    return {n: (DTYPES[str(t.dtype).partition(".")[2]], tuple(t.shape)) for n, t in case.tensors(width).items()}
+
+
+def described(case: Case, edit: Callable[[Tensors], Any] = lambda _: None, **config: Any) -> Description:
+    tensors = headers(case, case.width)
+    edit(tensors)
+    return description_of({**case.config_of(case.width), **config}, tensors)
+
+
+def codes(found: Description) -> list[str]:
+    return sorted({p.code for p in found.problems})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_layout_is_understood(case: Case) -> None:
+    found = described(case)
+    assert found.problems == found.conflicts == ()
+    assert len(found.layers) == LAYERS + bool(case.mtp)
+    for d in found.layers:
+        assert d.routed
+        assert (d.layer.count, d.routed.width, d.routed.hidden) == (EXPERTS, case.width, case.hidden)
+        assert d.routed.formats[Role.GATE].shape == d.routed.formats[Role.DOWN].shape[::-1] == (case.width, case.hidden)
+        assert bool(case.shared) == bool(d.shared)
+        assert d.shared is None or (d.shared.width, bool(d.shared.stacked)) == (case.width, case.fused is not None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_costs_are_those_of_the_headers(case: Case) -> None:
+    def size(width: int) -> tuple[int, int]:
+        tensors = headers(case, width)
+        info = checkpoint(case.config_of(width), tensors).tensors
+        mlp = [t for t in info.values() if "embed" not in t.name and not t.name.endswith("gate.weight")]
+        of_shared = [t for t in mlp if "share" in t.name]
+        return sum(t.nbytes for t in mlp) - sum(t.nbytes for t in of_shared), sum(t.nbytes for t in of_shared)
+
+    found, (routed, shared) = described(case), size(case.width)
+    counted = stored(found.layers)
+    gates = sum(2 * case.hidden for d in found.layers if d.layer.gate_tensor)
+    assert (counted.routed, counted.shared) == (routed, shared) or counted.shared == shared - gates
+    of_shared = next((d.shared.width for d in found.layers if d.shared), 0)
+    grown = padding(found, LaunchWidths(case.padded, of_shared // case.width * case.padded))
+    assert grown.disk == sum(size(case.padded)) - routed - shared
+
+
+def case_named(name: str) -> Case:
+    return next(c for c in CASES if c.name == name)
+
+
+AT = "model.layers.0.mlp.experts."
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({f"{AT}gate_up_proj": ("BF16", (EXPERTS, 64, 66))}, ["expert-shape"]),  # the other orientation
+        ({f"{AT}gate_up_proj": ("BF16", (EXPERTS, 67, 64))}, ["expert-shape"]),  # no two halves
+        ({f"{AT}gate_up_proj": ("BF16", (EXPERTS + 1, 66, 64))}, ["expert-shape", "experts-missing"]),
+        ({f"{AT}gate_up_proj": ("BF16", (66, 64))}, ["experts-stacked", "projection-missing"]),
+        ({f"{AT}gate_up_proj": ("I32", (EXPERTS, 66, 8))}, ["matrix-odd"]),
+        ({f"{AT}gate_up_proj_zero": ("BF16", (EXPERTS, 66, 1))}, ["experts-stacked"]),
+        ({f"{AT}gate_up_proj_bias": ("I32", (EXPERTS, 66))}, ["experts-stacked"]),
+        ({f"{AT}down_proj": None}, ["projection-missing"]),
+        (expert(f"{AT}0", "bf16", 33, 64, ("gate_proj", "up_proj", "down_proj")), ["experts-missing", "experts-stacked"]),
+    ],
+)
+def test_what_is_not_the_familys_layout_is_told(change: dict[str, Any], expected: list[str]) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors.update({n: info for n, info in change.items() if info})
+        for name in [n for n, info in change.items() if not info]:
+            del tensors[name]
+
+    found = described(CASES[0], edit)
+    assert codes(found) == expected
+    assert all(p.where.startswith("model.layers.0.mlp") for p in found.problems)
+
+
+def test_a_layer_with_fewer_experts_than_the_others_is_a_gap() -> None:
+    def edit(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.startswith(AT)]:
+            tensors[name] = (tensors[name][0], (EXPERTS - 1, *tensors[name][1][1:]))
+
+    assert codes(described(CASES[0], edit)) == ["experts-missing"]
+
+
+def test_the_number_of_experts_is_compared_with_the_config() -> None:
+    assert "config-experts" in [c.code for c in described(CASES[0], num_experts=EXPERTS + 1).conflicts]
+
+
+@pytest.mark.parametrize(("width", "scales"), [(80, 5), (90, 6)])
+def test_a_block_of_scales_over_gate_and_up_is_refused(width: int, scales: int) -> None:
+    """Of 160 rows five blocks of 32, of 180 six: in either case one holds rows of both, or would after padding."""
+    case = case_named("L1 FP8")
+    tensors = headers(case, 96)
+    for layer in range(LAYERS):
+        at, shared = f"model.layers.{layer}.mlp.experts", f"model.layers.{layer}.mlp.shared_experts"
+        tensors |= {
+            f"{at}.gate_up_proj": ("F8_E4M3", (EXPERTS, 2 * width, 64)),
+            f"{at}.down_proj": ("F8_E4M3", (EXPERTS, 64, width)),
+        }
+        tensors[f"{at}.gate_up_proj_scale_inv"] = ("F32", (EXPERTS, scales, 2))
+        tensors |= {f"{shared}.{p}.weight": ("F8_E4M3", (width, 64)) for p in ("gate_proj", "up_proj")}
+        tensors[f"{shared}.down_proj.weight"] = ("F8_E4M3", (64, width))
+    found = description_of(case.config_of(width), tensors)
+    assert codes(found) == ["scale-geometry"]
+    assert {p.where for p in found.problems} == {f"model.layers.{i}.mlp.experts.gate_up_proj_scale_inv" for i in range(LAYERS)}
