@@ -155,5 +155,5 @@ def _failures(address: str) -> Iterator[None]:
     except (errors.HTTPError, OSError) as e:
         if isinstance(e, OSError) and (e.filename or e.errno in (errno.ENOSPC, errno.EDQUOT)):
             raise
-        message = f"the Hub cannot be read: {type(e).__name__}: {e}"
+        message = f"the Hub cannot be read: {type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
         raise EnvironmentFailure(Problem("hub-unreachable", message, address, "check the network and HF_ENDPOINT")) from e

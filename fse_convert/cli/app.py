@@ -76,10 +76,10 @@ class DefaultGroup(click.Group):
 @click.option("-v", "verbose", is_flag=True, hidden=True)
 @click.pass_context
 def cli(ctx: click.Context, *, version: bool, verbose: bool) -> None:
-    """Rewrite a MoE checkpoint offline so that MegaMoE servers run its shared experts fused, and prove the result.
+    """Rewrite a MoE checkpoint offline so that servers run its shared experts fused, and prove the result.
 
-    `fse-convert CHECKPOINT OUT` pads the experts to what the target's kernel accepts and writes the kernel layout of
-    the shared experts to OUT/fse. The source is never written; OUT is created atomically.
+    `fse-convert CHECKPOINT OUT --target NAME` changes what keeps that server from fusing: the width of the experts, or their
+    format; OUT/fse has the kernel layout, and what the way back needs. The source is never written; OUT is created atomically.
     """
     if version:
         from fse_convert.doctor import versions

@@ -9,9 +9,9 @@ from fse_convert.cli.app import cli
 
 @cli.command(
     examples=(
-        "fse-convert completion bash > ~/.local/share/bash-completion/completions/fse-convert",
-        'fse-convert completion zsh > "${fpath[1]}/_fse-convert"',
-        "fse-convert completion fish > ~/.config/fish/completions/fse-convert.fish",
+        """echo 'eval "$(fse-convert completion bash)"' >> ~/.bashrc""",
+        """echo 'eval "$(fse-convert completion zsh)"' >> ~/.zshrc  # behind compinit""",
+        "echo 'fse-convert completion fish | source' >> ~/.config/fish/config.fish",
     )
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))

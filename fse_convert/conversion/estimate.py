@@ -71,6 +71,6 @@ def _files(plan: Plan, sizes: Mapping[str, int], way: str) -> Iterator[FileEstim
             yield FileEstimate(shard.name, "rewrite", sizes[shard.name], shard.size)
     for shard in (*plan.sidecar, *plan.originals):
         read = sum(source.nbytes for t in shard.tensors for source in t.change.sources)
-        yield FileEstimate(shard.name, "kernel layout" if shard.kernel_tensors else "keep originals", read, shard.size)
+        yield FileEstimate(shard.name, "kernel layout" if shard.kernel_tensors else "originals", read, shard.size)
     for name in plan.source.checkpoint.others:
-        yield FileEstimate(name, "copy beside", sizes[name], sizes[name])
+        yield FileEstimate(name, "other file", sizes[name], sizes[name])

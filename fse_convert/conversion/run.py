@@ -233,7 +233,7 @@ class Conversion:
                     check_staged(staged, staged.files, self._sizes())
                     logger.info("%d files are staged", len(staged.files))  # from here on, none may change
                     result.proof = self._prove(draft, staged, observe)
-                    result.add(MANIFEST, "written", self._write_manifest(draft, result.proof, staging))
+                    result.add(MANIFEST, "other files", self._write_manifest(draft, result.proof, staging))
                     stamps = {**staged.stamps, MANIFEST: staging.stamp(MANIFEST)}
                     staging.publish(lambda: self._check_undisturbed(staging, stamps))
         return result
@@ -277,10 +277,10 @@ class Conversion:
         for name in self.plan.source.checkpoint.others:
             carry(self.folder.path(name), staging.path(name), Link.AUTO if self.link is Link.HARD else self.link)
             self.folder.check(name)
-            result.add(name, "copied beside", self.folder.files[name])
+            result.add(name, "other files", self.folder.files[name])
         for name, text in self.texts.items():
             staging.write(name, text)
-            result.add(name, "written", len(text))
+            result.add(name, "other files", len(text))
 
     def _prove(self, draft: Manifest, staged: LocalFolder, observe: Observer) -> Proof | None:
         """Prove what is staged against the source. Raises VerificationFailure."""

@@ -279,8 +279,10 @@ def _ignore(flat: Mapping[str, Any], method: str | None) -> tuple[tuple[str, ...
     for other, names in lists.items():
         nvfp4 = other == "ignore" and _upper(flat.get("moe_quant_algo")) == "NVFP4"  # vLLM 0.32 deepseek_v41/quant_config.py:198
         if other != key and names and set(names) != set(chosen) and not nvfp4:
-            message = f"{other} lists {len(names)} modules that servers do not read"
-            problems.append(Problem("ignore-key-unread", message, other, f"{method} is read with {' or '.join(keys)}"))
+            message = f"lists {len(names)} modules, but servers do not read this key"
+            problems.append(
+                Problem("ignore-key-unread", message, other, f"for {method or 'this checkpoint'} they read {' or '.join(keys)}")
+            )
     return chosen, key, tuple(problems)
 
 

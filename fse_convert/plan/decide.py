@@ -155,7 +155,7 @@ def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, scales
     unfused = [v for v in verdicts if not v.verdict.fused]
     if unfused and not options.allow_unfused:
         message = f"{len(unfused)} of {len(verdicts)} layers do not fit {contract}, they would not fuse"
-        hint = "--allow-unfused writes such layers in the standard layout only"
+        hint = "fse-convert inspect says which servers fuse it; --allow-unfused writes such layers in the standard layout only"
         raise NotConvertible(Problem("not-fusable", message, hint=hint), *_unfused_problems(unfused, scales))
 
 

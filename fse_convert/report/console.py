@@ -163,19 +163,19 @@ def grid(
 
 
 def _stacked(rows: Sequence[Sequence[str | Text]], columns: int, head: Sequence[str], indent: int) -> Text:
-    """Return each row as its first cell and, below it, the others that say something, one a line or all on one."""
+    """Return each row as its first cell and, below it, the others that say something: all on one line, else one a line."""
     from rich.text import Text
 
     lines: list[Text] = [Text(), Text(head[0], "bold")] if head else []
     for name, *cells in rows:
         lines.append(wrapped(str(name), columns, indent=indent, hang=2))
-        named = [(f"{label}: " if label else "", cell) for label, cell in zip(head[1:] or [""] * len(cells), cells, strict=True)]
-        shown = [(label, cell) for label, cell in named if str(cell)]
-        joined = Text("  ").join(Text.assemble(cell) for _, cell in shown)
-        if not head and len(joined) + indent + 2 <= columns:
+        labels = [f"{label}: " for label in head[1:]] or [""] * len(cells)
+        shown = [Text.assemble(label, cell) for label, cell in zip(labels, cells, strict=True) if str(cell)]
+        joined = Text("  ").join(shown)
+        if len(joined) + indent + 2 <= columns:
             lines += [Text.assemble(" " * (indent + 2), joined)] if shown else []
         else:
-            lines += [wrapped(f"{label}{cell}", columns, indent=indent + 2, hang=2) for label, cell in shown]
+            lines += [wrapped(str(cell), columns, indent=indent + 2, hang=2) for cell in shown]
     return Text("\n").join(lines)
 
 

@@ -87,13 +87,13 @@ def _layers(plan: Plan) -> RenderableType:
         return (d.layer.kind, d.layer.count, d.routed and d.routed.label, d.shared and d.shared.label, v.verdict)
 
     goal = [plan.options.goal] if plan.options.goal else []
-    said = ("does not fit", "fits") if plan.options.contract else ("is not fused", "fused")
+    said = ("does not fit", "fits") if plan.options.contract else ("not fused", "fused")
     rows = []
     for names, judged in runs(plan.decision.verdicts, alike, lambda v: v.layer.layer.name):
         d, verdict = judged.layer, judged.verdict
         routed = f"{d.layer.count} x {d.routed.label}" if d.routed else "-"
         fit = [said[verdict.fused], *(f"{r.code}: {r.message}" for r in verdict.reasons)]
-        rows.append((names, routed, d.shared.label if d.shared else "-", *(["\n".join(fit)] if goal else [])))
+        rows.append((names, routed, d.shared.label if d.shared else "-", *(["; ".join(fit)] if goal else [])))
     head = ("layers", "routed experts", "shared expert", *goal)
     return grid(rows, console().width, flexible=(len(head) - 1,), head=head)
 

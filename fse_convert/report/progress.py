@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BAR = 20
 """Columns of a bar."""
+SOON = 0.1
+"""Seconds after which a rate means something."""
 
 
 @contextmanager
@@ -59,10 +61,10 @@ class Track:
         return min(1.0, done / total) if total else 0.0
 
     def rate(self) -> float:
-        """Bytes per second since the phase began, without those of earlier runs; of a phase without bytes, layers."""
+        """Bytes per second since the phase began, without those of earlier runs; of a phase without bytes, layers. 0: not known."""
         moved = self.bytes - self.kept if self.work.bytes else self.done
         now = self.last if self.done == self.work.count else time.monotonic()
-        return moved / (now - self.start) if self.start and now > self.start else 0.0
+        return moved / (now - self.start) if self.start and now - self.start > SOON else 0.0
 
     def left(self) -> float | None:
         """Seconds that are left at this rate, if there is one."""
@@ -74,9 +76,9 @@ class Track:
         work, rate, left = self.work, self.rate(), self.left()
         words = [f"{self.done}/{counted(work.count, work.noun)}" if work.count else counted(self.done, work.noun)]
         if work.bytes:
-            words += [f"{size(self.bytes)} of {size(work.bytes)}", f"{size(rate)}/s"]
+            words += [f"{size(self.bytes)} of {size(work.bytes)}", *([f"{size(rate)}/s"] if rate else [])]
         elif work.count:
-            words += [f"{rate:.1f} {work.noun}s/s"]
+            words += [f"{rate:.1f} {work.noun}s/s"] if rate else []
         elif self.bytes:
             words += [size(self.bytes)]
         return [*words, *([f"{duration(left)} left"] if left and self.share < 1 else [])]

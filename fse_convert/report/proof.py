@@ -50,9 +50,9 @@ def _storage_lines(result: StorageResult, *, written: bool) -> Iterator[str]:
         total = result.layers.moe_layers
         yield f"  kernel layout: {total - len(result.layers.left_out)} of {total} MoE layers{_unfit(result.layers)}"
     yield from (f"  note: {note}" for note in result.notes)
-    yield from (f"  mismatch[{m.code}]: {m}" for m in result.findings.listed[:SHOWN])
     if any(m.code == "source-differs" for m in result.findings.listed):
         yield "  by its headers or config this is not the checkpoint that the output was made from"
+    yield from (f"  mismatch[{m.code}]: {m}" for m in result.findings.listed[:SHOWN])
     if result.findings.count > SHOWN:
         yield f"  and {result.findings.count - SHOWN:,} more mismatches"
 

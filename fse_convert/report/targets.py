@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec import UNSET, UnsetType, field
 
-from fse_convert.report.console import console, grid, say
+from fse_convert.report.console import console, gathered, grid, say
 from fse_convert.report.records import Record, Response, fill
 from fse_convert.servers.aiter.question import AITER_TARGETS
-from fse_convert.servers.judge import Question
+from fse_convert.servers.judge import AnyTarget, Question
 from fse_convert.servers.slots import SLOT_TARGETS
 from fse_convert.servers.targets import TARGETS
 
 OTHERS = ((Question.AITER, AITER_TARGETS), (Question.SLOTS, SLOT_TARGETS))
-"""Those that convert does not take."""
+"""Those without a kernel contract: for them formats change, not widths."""
 
 
 def print_targets() -> None:
-    """Print the targets, those that convert takes first, and what each server must be started with."""
+    """Print the targets, those with a kernel contract first, and what each server must be started with."""
     native = []
     for t in TARGETS:
         pads = f", pads routed to {t.routed_pad}" if t.routed_pad else ""
         native.append((t.name, t.contract.name, f"multiple of {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no"))
     table = grid(native, console().width, flexible=(2,), head=("target", "kernel contract", "width", "fuses shared"))
-    say([Question.NATIVE.heading, table, *_needs({t.started_with: t.engine for t in TARGETS if not t.is_contract})])
+    say([Question.NATIVE.heading, table, *_needs(t for t in TARGETS if not t.is_contract)])
     for question, rows in OTHERS:
-        names = f"  {', '.join(t.name for t in rows)}"
-        say(["", f"{question.heading}", names, *_needs({t.started_with: t.name for t in rows})])
+        say(["", question.heading, *_needs(rows)])
 
 
-def _needs(needs: dict[str, str]) -> list[str]:
-    return [f"  {who}: {need}" for need, who in needs.items()]
+def _needs(rows: Iterable[AnyTarget]) -> list[str]:
+    """Return a line for all targets that are started alike."""
+    return [f"  {', '.join(names)}: {need}" for need, names in gathered((t.started_with, t.name) for t in rows).items()]
 
 
 class TargetsRecord(Response, kw_only=True):
@@ -39,7 +41,7 @@ class TargetsRecord(Response, kw_only=True):
 
 
 class TargetRecord(Record, kw_only=True):
-    """One row of the table of targets; those that convert takes have a kernel contract."""
+    """One row of the table of targets; native ones have a kernel contract."""
 
     name: str
     question: Question

@@ -141,16 +141,14 @@ class Check:
         """Return what is read and computed, phase by phase, for progress; of a sample only the phases are known."""
         out = LocalFolder(self.out)
         with environment(self.out):
-            sizes = [] if self.sample else [size for name, size in out.files.items() if name != MANIFEST]
-            return [Work(Phase.READ, "file", len(sizes), sum(sizes)), *computed_work(self.wanted_level, *self._layers(out))]
-
-    def _layers(self, out: LocalFolder) -> tuple[int, int]:
-        """Count layers with the kernel layout, and recoded experts, by the manifest; `verify` says what is wrong with it."""
-        try:
-            manifest = OutputManifest.read(out)
-        except (InvalidCheckpoint, VerificationFailure):
-            return 0, 0
-        return (0, 0) if self.sample else (len(manifest.content.kernel_prefixes), manifest.recoded)
+            try:
+                manifest = OutputManifest.read(out)
+            except (InvalidCheckpoint, VerificationFailure):  # `verify` says what is wrong with it
+                manifest = None
+        layers = (len(manifest.content.kernel_prefixes), manifest.recoded) if manifest and not self.sample else (0, 0)
+        named = manifest.content.files if manifest and manifest.content.files else out.files
+        sizes = [] if self.sample else [size for name, size in out.files.items() if name != MANIFEST and name in named]
+        return [Work(Phase.READ, "file", len(sizes), sum(sizes)), *computed_work(self.wanted_level, *layers)]
 
 
 def computed_work(level: Level, layers: int, recoded: int) -> list[Work]:

@@ -199,6 +199,7 @@ def test_the_cache_is_enough_where_the_hub_cannot_be_reached(hub: Hub, cache: Pa
     with pytest.raises(EnvironmentFailure) as e:
         fetch(f"hf://{REPO}@never-seen")
     assert e.value.problems[0].code == "hub-unreachable"
+    assert "\n" not in e.value.problems[0].message, "an error is three lines at most"
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ CHECKPOINTS: dict[str, tuple[str, str, Change, Callable[[Path, Path], object]]] 
     ),
     "list that is not read": (
         "ignore-key-unread",
-        "fp8 is read with",
+        "for fp8 they read",
         lambda r: move_ignored(r, "modules_to_not_convert", "exclude"),
         lambda r, _: move_ignored(r, "exclude", "modules_to_not_convert"),
     ),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fse_convert.checkpoint.names import INDEX
+from fse_convert.servers.targets import CONTRACT
 from tests.conftest import digests
 
 Make = Callable[..., Path]
@@ -150,3 +151,35 @@ def test_restore_takes_an_edited_page_from_the_blobs_of_its_own_cache(output: Ma
     (snapshot / "README.md").symlink_to(blob)
     assert run("restore", snapshot, tmp_path / "original")[0] == 0
     assert (tmp_path / "original/README.md").read_text() == blob.read_text()
+
+
+def test_each_target_is_listed_with_what_it_is_started_with(run: Run) -> None:
+    needs = dict(
+        line.strip().partition(": ")[::2] for line in run("targets")[1].splitlines() if line.startswith("  ") and line.strip()
+    )
+    said = [(name, need) for names, need in needs.items() for name in names.split(", ")]
+    rows = json.loads(run("targets", "--json")[1])["targets"]
+    assert sorted(said) == sorted((row["name"], row["needs"]) for row in rows if row["engine"] != CONTRACT)
+
+
+def test_on_a_narrow_terminal_a_file_takes_two_lines(made: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    lines = run(made(), tmp_path / "out", "--dry-run")[1].splitlines()
+    at = lines.index("file")
+    assert lines[at + 1].startswith("model-00001-of-")
+    assert lines[at + 2].startswith("  what: copy  in: ")
+    assert lines[at + 3].startswith("model-00002-of-")
+
+
+def test_a_config_that_cannot_be_read_is_told_and_nothing_is_guessed(source: Make, run: Run) -> None:
+    root = source()
+    (root / "config.json").write_text("{")
+    for form in ("text", "markdown"):
+        code, out, err = run("inspect", root, "--format", form)
+        assert (code, "layers.N" in out) == (3, False)
+        assert "json-invalid" in out + err
+
+
+def test_another_source_is_said_in_words_before_digests(converted: Make, made: Make, run: Run) -> None:
+    out = run("verify", converted(), "--source", made("v4-flash"))[1].splitlines()
+    assert out[1] == "  by its headers or config this is not the checkpoint that the output was made from"

@@ -92,7 +92,7 @@ def test_a_line_per_file_and_one_every_30_seconds(capsys: pytest.CaptureFixture[
     now[0] += 10
     beat.observe(Event("layers.1.ffn", done=True, phase=Phase.NUMERICS))
     assert capsys.readouterr().err == (
-        "numerics 1/4 layers  0.0 layers/s  layers.0.ffn\nnumerics 2/4 layers  0.2 layers/s  10 s left  layers.1.ffn\n"
+        "numerics 1/4 layers  layers.0.ffn\nnumerics 2/4 layers  0.2 layers/s  10 s left  layers.1.ffn\n"
     )
 
 

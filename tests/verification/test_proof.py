@@ -55,6 +55,12 @@ def test_the_workload_adds_up_without_a_source(out: Path) -> None:
     assert stated(Check(out, None).workload()) == done(Check(out, None))
 
 
+def test_files_that_the_hub_added_are_not_waited_for(root: Path, out: Path) -> None:
+    (out / ".gitattributes").write_text("*.safetensors filter=lfs")
+    for source in (None, root):
+        assert stated(Check(out, source).workload()) == done(Check(out, source))
+
+
 def test_a_kernel_that_is_there_counts(root: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = replace(probe(), status="ready")
     monkeypatch.setattr("fse_convert.verification.kernel.probe", lambda: ready)

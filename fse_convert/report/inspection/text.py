@@ -82,7 +82,7 @@ def _layers(view: View, columns: int) -> Iterator[RenderableType]:
 
 
 def _seen(view: View, columns: int) -> Iterator[RenderableType]:
-    seen = view.found.description.seen
+    seen = view.seen
     if seen:
         rows = [(f"{s.count:,} x", s.pattern, f"{s.example.dtype} {list(s.example.shape)}") for s in seen[:SEEN]]
         yield grid(rows, columns, flexible=(), numbers=(0,), indent=2)
@@ -100,7 +100,8 @@ def _advice(view: View, columns: int) -> Iterator[RenderableType]:
         yield Text(f"  {advice.command}")
     if view.advised_cost:
         yield wrapped(view.advised_cost, columns, indent=2)
-    for sentence, command in view.offers:
+    for number, (sentence, command) in enumerate(view.offers):
+        yield from [""] * bool(number and command)
         yield wrapped(sentence, columns, hang=2)
         if command:
             yield Text(f"  {command}")

@@ -127,7 +127,8 @@ class View:
     ``names``: targets that the user asked for, all of which get a row; ``required``: those that must fuse, which get one too.
     ``verdict``: what the exit code says, in words; empty where nothing is asked and nothing is wrong. ``reasons``: every
     distinct one of the rows; the first has the number 1. ``remarks``: what is not understood, where config and headers
-    contradict each other, and what to know. ``legend``: the outcomes of layers, as they look.
+    contradict each other, and what to know. ``legend``: the outcomes of layers, as they look. ``seen``: names
+    that look like experts', where the family is not known though config.json could be read.
     """
 
     def __init__(self, found: Inspection, names: Sequence[str] = (), required: Sequence[str] = ()) -> None:
@@ -136,6 +137,7 @@ class View:
         self.exit_code = found.exit_code(required)
         self.headline = headline(found)
         self.layers = layer_rows(found.description)
+        self.seen = found.description.seen if found.checkpoint.config else ()
         sections = _sections(found, frozenset(required), everything=bool(names))
         self.reasons = list(dict.fromkeys(reason for section in sections for row in section.rows for reason in row.reasons))
         self.sections = [replace(s, rows=tuple(map(self._numbered, s.rows))) for s in sections]
