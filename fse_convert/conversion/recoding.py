@@ -6,6 +6,7 @@ each reads and computes for itself.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -47,6 +48,14 @@ def recoded_rows(change: Recoded, reader: SourceReader) -> Iterator[Tensor]:
         yield chunk.view(torch.uint8)
 
 
+def as_bytes(rows: Tensor) -> memoryview:
+    """Return a tensor's memory as a buffer, without numpy."""
+    flat = rows.contiguous().flatten()
+    array = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    array._keep = flat.untyped_storage()  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
 def _extent(change: Recoded) -> tuple[int, int, int]:
     """Return rows, how many of them belong together, and the bytes that one has at its widest: bits of floats are F32's."""
     info = change.sources[0]
@@ -64,7 +73,7 @@ def _block(change: Recoded) -> tuple[int, int]:
 
 def _fp8(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
     weight, scale = change.sources
-    w_np, sf_ng = (reader.rows(info, first, count, None, slot) for slot, info in enumerate((weight, scale)))
+    w_np, sf_ng = (reader.tensor(info, first, count, None, slot) for slot, info in enumerate((weight, scale)))
     if change.is_scale:
         return ue8m0.to_fp32(block_scales(w_np, sf_ng, _block(change)))
     return to_fp8(w_np, sf_ng, _block(change))[0]
@@ -72,18 +81,18 @@ def _fp8(change: Recoded, reader: SourceReader, first: int, count: int) -> Tenso
 
 def _mxfp4(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
     weight, *scales = change.sources
-    rows = reader.rows(weight, first, count, None)
+    rows = reader.tensor(weight, first, count, None)
     if not scales:
         return from_floats(rows.view(FLOATS[weight.dtype]))[change.is_scale]
     (n, k), block = (count, change.shape[1]), _block(change)
-    stored = reader.rows(scales[0], first // block[0], ceil_div(n, block[0]), None, 1)
+    stored = reader.tensor(scales[0], first // block[0], ceil_div(n, block[0]), None, 1)
     if scales[0].dtype in FLOATS:
         stored = stored.view(FLOATS[scales[0].dtype])
     return from_fp8(rows, ue8m0.expand(stored, n, k, *block))[change.is_scale]
 
 
 def _f32(change: Recoded, reader: SourceReader, first: int, count: int) -> Tensor:
-    rows = reader.rows(change.sources[0], first, count, None)
+    rows = reader.tensor(change.sources[0], first, count, None)
     refuse_where(rows == ue8m0.NAN, "nan", "the scale is a NaN (0xFF)", 1)
     refuse_where(rows == 0, "scale-range", "the scale is 2**-127, which is subnormal in F32, so that servers take it for 0,", 1)
     return ue8m0.to_fp32(rows)

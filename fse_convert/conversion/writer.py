@@ -6,26 +6,43 @@ scanned for NaN codes on the way, since one NaN in a padded or fused expert woul
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.conversion.recoding import recoded_rows
 from fse_convert.conversion.source_rows import CHUNK, SourceReader
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import megamoe, ue8m0
-from fse_convert.layout.padding import pad
+from fse_convert.layout.padding import filled, padded
 from fse_convert.layout.sizes import GROUP
-from fse_convert.model.formats import NaN
+from fse_convert.model.formats import NAN_WORDS, Format, NaN
 from fse_convert.model.moe import Role
 from fse_convert.output.copying import copy_range, new_file, write_all, writing_back
-from fse_convert.plan.tensors import Change, Computed, Copied, OutputShard, OutputTensor, Padded, Recoded, SharedExpert, Tripwire
+from fse_convert.plan.tensors import (
+    Change,
+    Computed,
+    Copied,
+    Growth,
+    OutputShard,
+    OutputTensor,
+    Padded,
+    Recoded,
+    SharedExpert,
+    Tripwire,
+)
 from fse_convert.progress import Advance
 from fse_convert.sidecar.tensors import KernelTensorName
+
+Bytes = memoryview | bytearray | bytes
+
+
+def needs_torch(shard: OutputShard) -> bool:
+    """Tell whether a shard has tensors in another format, or floats that are looked at on their way; all else is bytes."""
+    wide = {nan.name for nan in NAN_WORDS}
+    return any(
+        isinstance(t.change, Recoded) or (not isinstance(t.change, Copied) and any(s.dtype in wide for s in t.change.sources))
+        for t in shard.tensors
+    )
 
 
 def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: Advance) -> None:
@@ -41,75 +58,78 @@ def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: A
             elif isinstance(change, Padded):
                 _write_padded(fd, change, reader, advance)
             elif isinstance(change, Recoded):
-                _write(fd, recoded_rows(change, reader), advance)
+                from fse_convert.conversion.recoding import as_bytes, recoded_rows
+
+                _write(fd, map(as_bytes, recoded_rows(change, reader)), advance)
             elif isinstance(change, Computed):
-                _write(fd, kernel_rows(change, reader), advance)
+                _write(fd, _kernel_rows(change, reader), advance)
             elif not isinstance(change, Tripwire):
                 raise TypeError(f"{tensor.name}: no way to write {type(change).__name__}")
 
 
-def padded_rows(change: Padded, reader: SourceReader) -> Iterator[Tensor]:
-    """Yield a padded matrix as chunks of uint8 rows: source rows widened, then rows of fill. A chunk lives until the next."""
-    step = _step(change)
-    wide = change.row_bytes != change.new_row_bytes
-    out = _filled(min(step, change.rows), change) if wide else None
-    for first in range(0, change.rows, step):
-        count = min(step, change.rows - first)
-        rows = reader.rows(change.source, first, count, change.nan)
-        if out is not None:
-            out[:count, : change.row_bytes] = rows
-            rows = out[:count]
+def _padded_rows(info: TensorInfo, growth: Growth, reader: SourceReader) -> Iterator[Bytes]:
+    """Yield a padded matrix as chunks: source rows widened, then rows of fill. A chunk lives until the next."""
+    first = 0
+    while first < growth.rows:
+        rows = reader.grown(info, first, growth)
+        first += len(rows) // growth.new_row_bytes
         yield rows
-    yield from _tail(change)
+    yield from _tail(growth)
 
 
-def kernel_rows(change: Computed, reader: SourceReader) -> Iterator[Tensor]:
-    """Yield the bytes of one kernel-layout tensor as chunks of uint8 rows."""
+def _kernel_rows(change: Computed, reader: SourceReader) -> Iterator[Bytes]:
+    """Yield the bytes of one kernel-layout tensor as chunks."""
     shared = change.shared
     if change.name is KernelTensorName.L1_WEIGHT:
         yield from _l1_weight(shared, reader)
     elif change.name is KernelTensorName.L2_WEIGHT:
-        hidden, width = shared.group.hidden, shared.group.width
-        down = Padded(
-            source=shared.weight(Role.DOWN),
+        hidden = shared.group.hidden
+        growth = Growth(
             rows=hidden,
-            row_bytes=width,
+            row_bytes=shared.group.width,
             new_rows=hidden,
             new_row_bytes=shared.width,
             fill=b"\0",
             nan=NaN.E4M3,
         )
-        yield from padded_rows(down, reader)
+        yield from _padded_rows(shared.weight(Role.DOWN), growth, reader)
     elif change.name is KernelTensorName.L1_SCALE:
-        gate, up = (kernel_scale(shared, role, reader) for role in (Role.GATE, Role.UP))
-        yield megamoe.l1_scale(gate, up).view(torch.uint8)
+        yield megamoe.l1_scale(*(_kernel_scale(shared, role, reader) for role in (Role.GATE, Role.UP)))
     else:
-        yield megamoe.l2_scale(kernel_scale(shared, Role.DOWN, reader)).view(torch.uint8)
+        yield megamoe.l2_scale(_kernel_scale(shared, Role.DOWN, reader))
 
 
-def kernel_scale(shared: SharedExpert, role: Role, reader: SourceReader) -> Tensor:
-    """Return one projection's scales as UE8M0 bytes per row and 32 columns, padded: uint8 ``[n', k' / 32]``."""
+def _kernel_scale(shared: SharedExpert, role: Role, reader: SourceReader) -> list[bytes]:
+    """Return one projection's block scales as rows of UE8M0 bytes, one for 32 columns, padded.
+
+    Rule: vLLM 0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py, ``_pack_scale``.
+    """
     f = shared.group.formats[role]
     if f.scale is None or f.block is None:
         raise ValueError(f"{shared.prefix}: shared {role.value} has no block scales")
-    info, tile = shared.scale(role), f.tiles[f.scale]
-    rows = reader.rows(info, 0, info.shape[0], tile.nan if tile else None)
-    n, k = f.shape
-    expanded = ue8m0.expand(e8m0_bytes(rows, info), n, k, *f.block)
+    (n, k), (block_n, block_k) = f.shape, f.block
+    stored = (bytes(byte for byte in row for _ in range(block_k // GROUP)) for row in _e8m0_rows(shared.scale(role), f, reader))
+    rows = [row[: -(-k // GROUP)] for row in stored for _ in range(block_n)][:n]
     new_n, new_k = (n, shared.width) if role is Role.DOWN else (shared.width, k)
-    return pad(expanded, new_n, new_k // GROUP, bytes([ue8m0.ONE]))
+    return padded(rows, new_n, new_k // GROUP, bytes([ue8m0.ONE]))
 
 
-def e8m0_bytes(rows: Tensor, info: TensorInfo) -> Tensor:
-    """Return scales of a stored tensor as E8M0 bytes ``[rows, cols]``; F32 is turned losslessly or refused."""
-    if info.dtype != "F32":
-        return rows
-    try:
-        return ue8m0.from_fp32(rows.view(torch.float32))
-    except ValueError as e:
-        raise InvalidCheckpoint(
-            Problem("scale-inexact", str(e), f"{info.shard}: {info.name}", "requantise to E8M0 scales first")
-        ) from e
+def _e8m0_rows(info: TensorInfo, f: Format, reader: SourceReader) -> list[bytes]:
+    """Return the rows of scales as E8M0 bytes; F32 is turned losslessly or refused."""
+    tile, count = f.tiles[f.scale or ""], info.shape[0]
+    rows = reader.rows(info, 0, count, tile.nan if tile else None)
+    if info.dtype == "F32":
+        import torch
+
+        try:
+            codes = ue8m0.from_fp32(torch.frombuffer(rows, dtype=torch.float32))
+        except ValueError as e:
+            raise InvalidCheckpoint(
+                Problem("scale-inexact", str(e), f"{info.shard}: {info.name}", "requantise to E8M0 scales first")
+            ) from e
+        rows = memoryview(bytes(codes.tolist()))
+    size = len(rows) // count
+    return [bytes(rows[at : at + size]) for at in range(0, len(rows), size)]
 
 
 def _runs(tensors: tuple[OutputTensor, ...]) -> Iterator[tuple[OutputTensor, int]]:
@@ -128,43 +148,34 @@ def _continues(a: Change, b: Change) -> bool:
     return isinstance(a, Copied) and isinstance(b, Copied) and (a.source.shard, a.source.end) == (b.source.shard, b.source.start)
 
 
-def _l1_weight(shared: SharedExpert, reader: SourceReader) -> Iterator[Tensor]:
+def _l1_weight(shared: SharedExpert, reader: SourceReader) -> Iterator[Bytes]:
     h, width = shared.group.hidden, shared.group.width
     step = max(megamoe.INTERLEAVE, CHUNK // h // megamoe.INTERLEAVE * megamoe.INTERLEAVE)
     for first in range(0, shared.width, step):
         count = min(step, shared.width - first)
+        real = max(0, min(count, width - first))
         halves = []
         for slot, role in enumerate((Role.GATE, Role.UP)):
-            real = max(0, min(count, width - first))
-            stored = shared.weight(role)
-            rows = reader.rows(stored, first, real, NaN.E4M3, slot) if real else torch.empty(0, h, dtype=torch.uint8)
-            halves.append(rows if real == count else pad(rows, count, h, b"\0"))
-        yield megamoe.interleave(*halves)
+            rows = reader.rows(shared.weight(role), first, real, NaN.E4M3, slot)
+            halves.append([rows[at : at + h] for at in range(0, real * h, h)] + [memoryview(bytes(h))] * (count - real))
+        yield b"".join(megamoe.interleave(*halves))
 
 
-def _tail(change: Padded) -> Iterator[Tensor]:
-    step = _step(change)
-    missing = change.new_rows - change.rows
-    fill = _filled(min(step, missing), change) if missing else None
+def _tail(growth: Growth) -> Iterator[Bytes]:
+    step = max(1, CHUNK // growth.new_row_bytes)
+    missing = growth.new_rows - growth.rows
+    fill = memoryview(filled(min(step, missing), growth.new_row_bytes, growth.fill))
     for first in range(0, missing, step):
-        if fill is not None:
-            yield fill[: min(step, missing - first)]
-
-
-def _step(change: Padded) -> int:
-    return max(1, CHUNK // max(change.row_bytes, change.new_row_bytes, 1))
-
-
-def _filled(rows: int, change: Padded) -> Tensor:
-    return pad(torch.empty(0, change.new_row_bytes, dtype=torch.uint8), rows, change.new_row_bytes, change.fill)
+        yield fill[: min(step, missing - first) * growth.new_row_bytes]
 
 
 def _write_padded(fd: int, change: Padded, reader: SourceReader, advance: Advance) -> None:
-    if change.nan is None and change.row_bytes == change.new_row_bytes:
+    growth = change.growth
+    if growth.nan is None and growth.row_bytes == growth.new_row_bytes:
         _copy(fd, change.source, change.source.nbytes, reader, advance)
-        _write(fd, _tail(change), advance)
+        _write(fd, _tail(growth), advance)
     else:
-        _write(fd, padded_rows(change, reader), advance)
+        _write(fd, _padded_rows(change.source, growth, reader), advance)
 
 
 def _copy(fd: int, first: TensorInfo, length: int, reader: SourceReader, advance: Advance) -> None:
@@ -172,16 +183,7 @@ def _copy(fd: int, first: TensorInfo, length: int, reader: SourceReader, advance
     copy_range(src, fd, offset, length, advance)
 
 
-def _write(fd: int, chunks: Iterator[Tensor], advance: Advance) -> None:
-    for rows in chunks:
-        write_all(fd, _bytes(rows))
-        advance(rows.numel())
-
-
-def _bytes(rows: Tensor) -> memoryview:
-    """Return a tensor's memory as a buffer, without numpy."""
-    flat = rows.contiguous().flatten()
-    storage = flat.untyped_storage()
-    array = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
-    array._keep = storage  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+def _write(fd: int, chunks: Iterator[Bytes], advance: Advance) -> None:
+    for chunk in chunks:
+        write_all(fd, chunk)
+        advance(len(chunk))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from math import prod
 
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.names import SIDECAR
-from fse_convert.checkpoint.reader import Checkpoint, Shard
-from fse_convert.model.formats import Format, StorageKind, Tile
+from fse_convert.checkpoint.reader import Checkpoint, Shard, garbage_collection_paused
+from fse_convert.model.description import ExpertGroup
+from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.plan.changes.apply import changed_tensors, lay_out
 from fse_convert.plan.decide import decide
@@ -17,6 +18,7 @@ from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import (
     Computed,
     Copied,
+    Growth,
     OutputShard,
     Padded,
     SharedExpert,
@@ -33,13 +35,15 @@ SIDECAR_SHARD_BYTES = 1 << 30
 EMBEDDINGS = (".embed.weight", ".embed_tokens.weight", ".word_embeddings.weight", ".wte.weight")
 
 
+@garbage_collection_paused()
 def make_plan(source: Source, options: Options) -> Plan:
     """Decide what to write.
 
     Raises InvalidCheckpoint for what is broken or not understood, NotConvertible for layers that would not fuse.
     """
     decision, checkpoint = decide(source, options), source.checkpoint
-    specs = changed_tensors(decision.changes) | dict(_padding(decision))
+    specs = changed_tensors(decision.changes)
+    specs.update(_padding(decision))
     originals = frozenset[str]() if options.drop_originals else frozenset().union(*(c.originals for c in decision.changes))
     return Plan(
         source=source,
@@ -64,27 +68,31 @@ def _padding(decision: Decision) -> Iterator[tuple[str, tuple[TensorSpec]]]:
         return
     for layer in decision.after.description.layers:
         for group, width in ((layer.routed, decision.main_width), (layer.shared, decision.n_shared * decision.main_width)):
-            if group is None:
-                continue
-            for expert in group.experts:
-                for role, projection in expert.projections.items():
-                    f = group.formats[role]
-                    for suffix, info in projection.parts.items():
-                        padded = _pad(info, f, f.tiles[suffix], role, width)
-                        if padded:
-                            yield info.name, (padded,)
+            yield from _group_padding(group, width) if group else ()
 
 
-def _pad(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int) -> TensorSpec | None:
-    if tile is None:
-        return None
+def _group_padding(group: ExpertGroup, width: int) -> Iterator[tuple[str, tuple[TensorSpec]]]:
+    known: dict[tuple[Role, str, tuple[int, ...]], tuple[tuple[int, ...], Growth] | None] = {}
+    for expert in group.experts:
+        for role, projection in expert.projections.items():
+            for suffix, info in projection.parts.items():
+                key = role, suffix, info.shape
+                if key not in known:
+                    known[key] = _growth(info, group.formats[role], suffix, role, width)
+                if grown := known[key]:
+                    shape, growth = grown
+                    yield info.name, (TensorSpec(info.name, info.dtype, shape, Padded(info, growth)),)
+
+
+def _growth(info: TensorInfo, f: Format, suffix: str, role: Role, width: int) -> tuple[tuple[int, ...], Growth] | None:
+    """Return the shape that a tensor of an expert gets at ``width``, and how it grows; None where it stays."""
+    tile = f.tiles[suffix]
     n, k = (f.shape[0], width) if role is Role.DOWN else (width, f.shape[1])
-    shape = tile.stored(n, k, len(info.shape))
-    if shape == info.shape:
+    shape = tile.stored(n, k, len(info.shape)) if tile else info.shape
+    if tile is None or shape == info.shape:
         return None
     rows, row_bytes = matrix(info)
-    change = Padded(
-        source=info,
+    growth = Growth(
         rows=rows,
         row_bytes=row_bytes,
         new_rows=shape[0],
@@ -92,12 +100,14 @@ def _pad(info: TensorInfo, f: Format, tile: Tile | None, role: Role, width: int)
         fill=tile.fill,
         nan=tile.nan,
     )
-    return TensorSpec(info.name, info.dtype, shape, change)
+    return shape, growth
 
 
-def _shard(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]]) -> OutputShard:
+def _shard(shard: Shard, specs: dict[str, tuple[TensorSpec, ...]]) -> OutputShard:
+    """Plan a shard of the standard layout. Its ``specs`` are taken out: a million are too many beside the tensors made of them."""
+    own = {t.name: specs.pop(t.name) for t in shard.header.tensors if t.name in specs}
     metadata = {"format": "pt", **shard.header.metadata}  # loaders ask for `format: pt`
-    return OutputShard(name=shard.name, tensors=lay_out(shard, specs), metadata=metadata, source=shard)
+    return OutputShard(name=shard.name, tensors=lay_out(shard, own), metadata=metadata, source=shard)
 
 
 def _originals(shard: Shard, names: Collection[str]) -> OutputShard | None:

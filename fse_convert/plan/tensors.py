@@ -34,20 +34,26 @@ class Copied:
         return (self.source,)
 
 
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """A stored matrix ``[rows, row_bytes]`` at the head of a larger one; ``fill`` is the element that pads.
+class Growth(NamedTuple):
+    """How a stored matrix ``[rows, row_bytes]`` grows at the end of its rows and columns; ``fill`` is the element that pads.
 
     ``nan``: the codes to look for in what is read.
     """
 
-    source: TensorInfo
     rows: int
     row_bytes: int
     new_rows: int
     new_row_bytes: int
     fill: bytes
     nan: NaN | None
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A stored matrix at the head of a larger one. A million experts share few values of ``growth``."""
+
+    source: TensorInfo
+    growth: Growth
 
     @property
     def sources(self) -> tuple[TensorInfo, ...]:
@@ -152,8 +158,7 @@ class TensorSpec(NamedTuple):
     change: Change
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(NamedTuple):
     """One tensor of an output shard; ``[start, end)`` are bytes of the shard's payload."""
 
     name: str

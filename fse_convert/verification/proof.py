@@ -16,6 +16,7 @@ from fse_convert.sidecar.manifest import NOT_ASKED, Manifest, ProofRecord
 from fse_convert.verification.findings import NO_LAYERS, Level, Sample, StorageResult
 from fse_convert.verification.manifest import OutputManifest, figure_mismatches, loss_record, numerics_record, storage_record
 from fse_convert.verification.storage import Output, damaged, prove_alone, prove_storage
+from fse_convert.verification.work import computed_work
 
 if TYPE_CHECKING:
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
@@ -151,21 +152,6 @@ class Check:
         except (InvalidCheckpoint, VerificationFailure):
             return 0, 0
         return (0, 0) if self.sample else (len(manifest.content.kernel_prefixes), manifest.recoded)
-
-
-def computed_work(level: Level, layers: int, recoded: int) -> list[Work]:
-    """Return the phases that compute, for progress: a level above storage each, where it can run on this machine.
-
-    ``layers``: those with the kernel layout; ``recoded``: how many more are computed with numerics because formats changed.
-    """
-    found = []
-    if level.rank >= Level.NUMERICS.rank:
-        found.append(Work(Phase.NUMERICS, "layer", layers + recoded))
-    if level is Level.KERNEL:
-        from fse_convert.verification.kernel import probe
-
-        found += [Work(Phase.KERNEL, "layer", layers)] if probe().status != "unavailable" else []
-    return found
 
 
 def verify(check: Check, observe: Observer) -> Proof:
