@@ -97,12 +97,15 @@ fuzz: $(VENV)/dev ## an hour of atheris over what is read: headers, checkpoints,
 docs: $(VENV)/dev ## docs/targets.md, docs/codes.md and docs/schema/ from the data, docs/inspect.svg from a real run
 	$(BIN)/python docs/make.py
 
-bench: $(VENV)/dev ## conversion and changes of format against cp, proof against cat, memory by workers, planning; needs about 40 GB in the temporary folder
+bench: $(VENV)/dev ## conversion and changes of format against cp, proof against cat, workers, memory, planning; needs about 40 GB in the temporary folder
 	$(BIN)/python tests/benchmarks/convert.py $(BENCH)
+	$(BIN)/python tests/benchmarks/convert.py --folder /dev/shm --gib 2
+	$(BIN)/python -m tests.benchmarks.workers
 	$(BIN)/python -m tests.benchmarks.recode
 	$(BIN)/python tests/benchmarks/verify.py
 	$(BIN)/python tests/benchmarks/memory.py
 	$(BIN)/python tests/benchmarks/inspect_speed.py
+	$(BIN)/python -m tests.benchmarks.plan
 
 clean: ## remove the demo, the virtual environments, what was built and fuzzed, and the peers
 	rm -rf $(DEMO) $(VENV) $(VENV)-lowest dist .fuzz .peers

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.names import CONFIG, QUANT_CONFIG
-from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, read_checkpoint
+from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, garbage_collection_paused, read_checkpoint
 from fse_convert.errors import ExitCode, Problem, folded
 from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
@@ -71,6 +71,7 @@ class Inspection:
         return ExitCode.NO if self.failing(required) else ExitCode.OK
 
 
+@garbage_collection_paused()
 def inspect(
     folder: Folder,
     serving: Serving,

@@ -125,7 +125,7 @@ def _plain_header(raw: bytes, payload: int, shard: str) -> Header | None:
 
 def _plain_tensors(entries: dict[str, Any], payload: int, shard: str) -> tuple[list[TensorInfo], int]:
     """Return the tensors in offset order, and how many keys their entries have. Raises ValueError for anything odd."""
-    sizes: dict[tuple[object, ...], tuple[tuple[int, ...], int]] = {}
+    sizes: dict[tuple[object, ...], tuple[str, tuple[int, ...], int]] = {}
     tensors: list[TensorInfo] = []
     new, at, keys = tuple.__new__, 0, 0
     for name, entry in entries.items():
@@ -135,23 +135,23 @@ def _plain_tensors(entries: dict[str, Any], payload: int, shard: str) -> tuple[l
         found = sizes.get(key)
         if found is None:
             found = sizes[key] = _plain_size(dtype, shape)
-        if start != at or end - start != found[1]:
+        if start != at or end - start != found[2]:
             raise ValueError
         keys += len(entry)
         at = end
-        tensors.append(new(TensorInfo, (name, shard, dtype, found[0], start, end)))
+        tensors.append(new(TensorInfo, (name, shard, found[0], found[1], start, end)))
     if at != payload:
         raise ValueError
     return tensors, keys
 
 
-def _plain_size(dtype: object, shape: object) -> tuple[tuple[int, ...], int]:
+def _plain_size(dtype: object, shape: object) -> tuple[str, tuple[int, ...], int]:
     if not isinstance(dtype, str) or not _is_sizes(shape):
         raise ValueError
     bits = _size_in_bits(shape, BITS[dtype])
     if bits is None or bits % 8:
         raise ValueError
-    return tuple(shape), bits // 8
+    return dtype, tuple(shape), bits // 8
 
 
 def _not_plain(_text: str) -> NoReturn:

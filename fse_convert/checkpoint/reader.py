@@ -211,7 +211,7 @@ class _CheckpointReader:
             message = f"weight_map names {some(elsewhere)}: servers read safetensors files beside the index only"
             self._problem("index-path", message, INDEX, "move or convert these files, and name them in weight_map without a folder")
         self.distrusted = {t for t, n in weight_map.items() if n in (*outside, *elsewhere)}
-        return {t: n for t, n in weight_map.items() if t not in self.distrusted}
+        return {t: n for t, n in weight_map.items() if t not in self.distrusted} if self.distrusted else weight_map
 
     def _unindexed(self, left: Mapping[str, Kind]) -> list[str]:
         """Name the shards of a checkpoint without an index; several need one, unless it was there and could not be read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,6 +158,7 @@ def convert(
         ray=ray,
     )
     job = Conversion(request)
+    gc.freeze()  # the plan lives as long as the process: a million tensors are not to be walked again and again
     notes = job.notes  # they may refuse the source, so also before JSON, which has them
     for note in () if as_json else notes:
         log.note(note)

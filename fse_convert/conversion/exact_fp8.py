@@ -28,7 +28,7 @@ def fit_note(plan: Plan) -> Problem | None:
             deque(recoded_bands(change, reader), maxlen=0)
         unsure, low = [], []
         for c in changes:
-            scales = reader.rows(c.sources[1], 0, c.shape[0], NaN.E8M0)
+            scales = reader.tensor(c.sources[1], 0, c.shape[0], NaN.E8M0)
             unsure += [c] * (not certainly_fits(scales, c.block or (1, 32)))
             low += [c] * bool((scales < LOW).any())
     if not changes:

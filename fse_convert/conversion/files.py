@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR_INDEX
 from fse_convert.conversion.nan_scan import copied_scans, expert_codes, scans
+from fse_convert.conversion.source_rows import open_reader
+from fse_convert.conversion.writer import needs_torch, write_shard
 from fse_convert.output.copying import SHARED, Link, carry
 from fse_convert.output.digests import Scan
 from fse_convert.output.jobs import Job
@@ -28,7 +31,7 @@ def shard_jobs(plan: Plan, link: Link, way: str) -> list[Job]:
     ``link``: how shards that do not change shall reach it, ``way``: how they will.
     """
     codes = expert_codes(plan.source.description)
-    # Copies first: torch, which writing needs, is still being imported.
+    # Copies first: torch, which some changes need, is still being imported.
     carried = [_carry(s, plan.source.folder, link, way, scans(s.source, codes)) for s in plan.shards if s.source and s.carried]
     written = (s for s in (*plan.shards, *plan.sidecar, *plan.originals) if not s.carried)
     return carried + [_write(s, plan, copied_scans(s, codes)) for s in written]
@@ -36,12 +39,11 @@ def shard_jobs(plan: Plan, link: Link, way: str) -> list[Job]:
 
 def _write(shard: OutputShard, plan: Plan, scanned: tuple[Scan, ...]) -> Job:
     def write(path: Path, advance: Advance) -> str:
-        with one_torch_thread():
-            from fse_convert.conversion.source_rows import open_reader
-            from fse_convert.conversion.writer import write_shard
-
-            with open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
-                write_shard(shard, reader, path, advance)
+        with (
+            one_torch_thread() if needs_torch(shard) else nullcontext(),
+            open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader,
+        ):
+            write_shard(shard, reader, path, advance)
         return "rewritten" if shard.source else "kernel layout" if shard.kernel_tensors else "originals kept"
 
     return Job(name=shard.name, size=shard.size, room=shard.size, write=write, scans=scanned)

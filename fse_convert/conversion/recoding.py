@@ -5,6 +5,7 @@ A band has `CHUNK` bytes, or one row of blocks where that is more.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -48,6 +49,14 @@ def recoded_bands(change: Recoded, reader: SourceReader) -> Iterator[Band]:
         yield {is_scale: rows.view(torch.uint8) for is_scale, rows in band.items()}
 
 
+def as_bytes(rows: Tensor) -> memoryview:
+    """Return a tensor's memory as a buffer, without numpy."""
+    flat = rows.contiguous().flatten()
+    array = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    array._keep = flat.untyped_storage()  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
 def _extent(change: Recoded) -> tuple[int, int, int]:
     """Return rows, how many of them belong together, and the bytes that one has at its widest; bits of floats are BF16's."""
     info = change.sources[0]
@@ -65,17 +74,17 @@ def _block(change: Recoded) -> tuple[int, int]:
 
 def _fp8(change: Recoded, reader: SourceReader, first: int, count: int) -> Band:
     weight, scale = change.sources
-    w_np, sf_ng = (reader.rows(info, first, count, None, slot) for slot, info in enumerate((weight, scale)))
+    w_np, sf_ng = (reader.tensor(info, first, count, None, slot) for slot, info in enumerate((weight, scale)))
     codes, tiles = to_fp8(w_np, sf_ng, _block(change))
     return {False: codes, True: ue8m0.to_fp32(tiles)}
 
 
 def _mxfp4(change: Recoded, reader: SourceReader, first: int, count: int) -> Band:
     weight, *scales = change.sources
-    rows = reader.rows(weight, first, count, None)
+    rows = reader.tensor(weight, first, count, None)
     if scales:
         block = _block(change)
-        stored = reader.rows(scales[0], first // block[0], ceil_div(count, block[0]), None, 1)
+        stored = reader.tensor(scales[0], first // block[0], ceil_div(count, block[0]), None, 1)
         if scales[0].dtype in FLOATS:
             stored = stored.view(FLOATS[scales[0].dtype])
         codes, groups = from_fp8(rows, ue8m0.expand(stored, count, change.shape[1], *block))
@@ -85,7 +94,7 @@ def _mxfp4(change: Recoded, reader: SourceReader, first: int, count: int) -> Ban
 
 
 def _f32(change: Recoded, reader: SourceReader, first: int, count: int) -> Band:
-    rows = reader.rows(change.sources[0], first, count, None)
+    rows = reader.tensor(change.sources[0], first, count, None)
     refuse_where(rows == ue8m0.NAN, "nan", "the scale is a NaN (0xFF)", 1)
     refuse_where(rows == 0, "scale-range", "the scale is 2**-127, which is subnormal in F32, so that servers take it for 0,", 1)
     return {True: ue8m0.to_fp32(rows)}

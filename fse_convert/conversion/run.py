@@ -18,6 +18,7 @@ from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
+from fse_convert.conversion.writer import needs_torch
 from fse_convert.errors import EnvironmentFailure, Problem, ServerRefuses, UsageError, environment, size
 from fse_convert.output.copying import Link, carry, way
 from fse_convert.output.jobs import Job, Part, run_jobs
@@ -43,6 +44,7 @@ from fse_convert.sidecar.manifest import Manifest, sealed
 from fse_convert.sidecar.tensors import LAYOUT, LAYOUT_VERSION
 from fse_convert.torch_threads import import_beside, need_torch
 from fse_convert.verification.findings import Level
+from fse_convert.verification.work import computed_work
 
 if TYPE_CHECKING:
     from fse_convert.verification.proof import Proof
@@ -149,6 +151,12 @@ class Conversion:
         """Those of them that this run writes."""
         return self.request.part.of(self.all_jobs) if self.request.part else self.all_jobs
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether this run proves, or writes what is more than bytes in another place."""
+        proves = self.request.verify is not Level.NONE and not self.request.part
+        return proves or any(needs_torch(s) for s in (*self.plan.shards, *self.plan.sidecar))
+
     @cached_property
     def texts(self) -> dict[str, bytes]:
         """config.json and the indexes of the output, by name."""
@@ -197,8 +205,6 @@ class Conversion:
 
     def workload(self) -> list[Work]:
         """Return what `run` writes, reads back and computes, phase by phase: for progress."""
-        from fse_convert.verification.proof import computed_work
-
         with environment(self.request.out):
             jobs, level = self.jobs, self.request.verify
             write = Work(Phase.WRITE, "shard", len(jobs), sum(job.size for job in jobs if not job.linked))
@@ -221,7 +227,8 @@ class Conversion:
         """
         request = self.request
         with environment(request.out):
-            need_torch()
+            if self.needs_torch:
+                need_torch()
             check_space(request.out, self.estimate().disk)
             fresh = self._write_on_ray(observe) if request.ray is not None else ()
             place = self._staged(restart=request.restart and request.ray is None)
@@ -261,8 +268,8 @@ class Conversion:
 
     def _write(self, staging: Staging, observe: Observer, fresh: Collection[str]) -> ConversionResult:
         """Write files into the staging folder, or find that they are there; all but the manifest, unless it is a part."""
-        if not fresh:
-            import_beside("fse_convert.conversion.writer")
+        if self.needs_torch and not fresh:
+            import_beside("torch")
         how = run_jobs(self.jobs, staging, self.request.workers, ignore if fresh else observe, fresh)
         result = ConversionResult(plan=self.plan, files={}, bytes={})
         for job in self.jobs:
@@ -284,10 +291,10 @@ class Conversion:
 
     def _prove(self, draft: Manifest, staged: LocalFolder, observe: Observer) -> Proof | None:
         """Prove what is staged against the source. Raises VerificationFailure."""
-        from fse_convert.verification.proof import prove, refuse_failed
-
         if self.request.verify is Level.NONE:
             return None
+        from fse_convert.verification.proof import prove, refuse_failed
+
         proof = prove(self.plan, staged, draft, self.request.verify, self.request.workers, observe)
         refuse_failed(proof)
         logger.info("proved up to %s", self.request.verify.value)

@@ -6,27 +6,44 @@ scanned for NaN codes on the way, since one NaN in a padded or fused expert woul
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.conversion.recoding import recoded_bands
 from fse_convert.conversion.source_rows import CHUNK, SourceReader
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import megamoe, ue8m0
-from fse_convert.layout.padding import pad
+from fse_convert.layout.padding import filled, padded
 from fse_convert.layout.sizes import GROUP
-from fse_convert.model.formats import NaN
+from fse_convert.model.formats import NAN_WORDS, Format, NaN
 from fse_convert.model.moe import Role
 from fse_convert.output.copying import copy_range, new_file, write_all, writing_back
-from fse_convert.plan.tensors import Change, Computed, Copied, OutputShard, OutputTensor, Padded, Recoded, SharedExpert, Tripwire
+from fse_convert.plan.tensors import (
+    Change,
+    Computed,
+    Copied,
+    Growth,
+    OutputShard,
+    OutputTensor,
+    Padded,
+    Recoded,
+    SharedExpert,
+    Tripwire,
+)
 from fse_convert.progress import Advance
 from fse_convert.sidecar.tensors import KernelTensorName
+
+Bytes = memoryview | bytearray | bytes
+
+
+def needs_torch(shard: OutputShard) -> bool:
+    """Tell whether a shard has tensors in another format, or floats that are looked at on their way; all else is bytes."""
+    wide = {nan.name for nan in NAN_WORDS}
+    return any(
+        isinstance(t.change, Recoded) or (not isinstance(t.change, Copied) and any(s.dtype in wide for s in t.change.sources))
+        for t in shard.tensors
+    )
 
 
 def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: Advance) -> None:
@@ -54,68 +71,72 @@ def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: A
                     _write_matrix(fd, change, places, reader, advance)
                 os.lseek(fd, start + tensor.end, os.SEEK_SET)
             elif isinstance(change, Computed):
-                _write(fd, kernel_rows(change, reader), advance)
+                _write(fd, _kernel_rows(change, reader), advance)
             elif not isinstance(change, Tripwire):
                 raise TypeError(f"{tensor.name}: no way to write {type(change).__name__}")
 
 
-def padded_rows(change: Padded, reader: SourceReader) -> Iterator[Tensor]:
-    """Yield a padded tensor as chunks of uint8, short stretches as rows, long ones in parts. A chunk lives until the next."""
-    if change.new > CHUNK:
-        for first in range(0, change.stretches * change.old, change.old):
-            parts = ((first + at, min(CHUNK, change.old - at)) for at in range(0, change.old, CHUNK))
-            yield from (reader.part(change.source, at, size, change.nan) for at, size in parts)
-            yield from _padding(change)
+def _padded(info: TensorInfo, growth: Growth, reader: SourceReader) -> Iterator[Bytes]:
+    """Yield a padded tensor as chunks: many short stretches, or parts of a long one. A chunk lives until the next."""
+    if growth.new <= CHUNK:
+        first = 0
+        while first < growth.stretches:
+            chunk = reader.grown(info, first, growth)
+            first += len(chunk) // growth.new
+            yield chunk
         return
-    step = max(1, CHUNK // max(change.new, 1))
-    out = _filled(min(step, change.stretches) * change.new, change.fill).view(-1, change.new)
-    for first in range(0, change.stretches, step):
-        count = min(step, change.stretches - first)
-        held = reader.part(change.source, first * change.old, count * change.old, change.nan)
-        out[:count, : change.old] = held.view(count, change.old)
-        yield out[:count]
+    for first in range(0, growth.stretches * growth.old, growth.old):
+        for at in range(0, growth.old, CHUNK):
+            yield reader.part(info, first + at, min(CHUNK, growth.old - at), growth.nan)
+        yield from _tail(growth)
 
 
-def kernel_rows(change: Computed, reader: SourceReader) -> Iterator[Tensor]:
-    """Yield the bytes of one kernel-layout tensor as chunks of uint8 rows."""
+def _kernel_rows(change: Computed, reader: SourceReader) -> Iterator[Bytes]:
+    """Yield the bytes of one kernel-layout tensor as chunks."""
     shared = change.shared
     if change.name is KernelTensorName.L1_WEIGHT:
         yield from _l1_weight(shared, reader)
     elif change.name is KernelTensorName.L2_WEIGHT:
-        hidden, width = shared.group.hidden, shared.group.width
-        source = shared.weight(Role.DOWN)
-        down = Padded(source=source, stretches=hidden, old=width, new=shared.width, fill=b"\0", nan=NaN.E4M3)
-        yield from padded_rows(down, reader)
+        stretches, old = shared.group.hidden, shared.group.width
+        growth = Growth(stretches=stretches, old=old, new=shared.width, fill=b"\0", nan=NaN.E4M3)
+        yield from _padded(shared.weight(Role.DOWN), growth, reader)
     elif change.name is KernelTensorName.L1_SCALE:
-        gate, up = (kernel_scale(shared, role, reader) for role in (Role.GATE, Role.UP))
-        yield megamoe.l1_scale(gate, up).view(torch.uint8)
+        yield megamoe.l1_scale(*(_kernel_scale(shared, role, reader) for role in (Role.GATE, Role.UP)))
     else:
-        yield megamoe.l2_scale(kernel_scale(shared, Role.DOWN, reader)).view(torch.uint8)
+        yield megamoe.l2_scale(_kernel_scale(shared, Role.DOWN, reader))
 
 
-def kernel_scale(shared: SharedExpert, role: Role, reader: SourceReader) -> Tensor:
-    """Return one projection's scales as UE8M0 bytes per row and 32 columns, padded: uint8 ``[n', k' / 32]``."""
+def _kernel_scale(shared: SharedExpert, role: Role, reader: SourceReader) -> list[bytes]:
+    """Return one projection's block scales as rows of UE8M0 bytes, one for 32 columns, padded.
+
+    Rule: vLLM 0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py, ``_pack_scale``.
+    """
     f = shared.group.formats[role]
     if f.scale is None or f.block is None:
         raise ValueError(f"{shared.prefix}: shared {role.value} has no block scales")
-    info, tile = shared.scale(role), f.tiles[f.scale]
-    rows = reader.rows(info, 0, info.shape[0], tile.nan if tile else None)
-    n, k = f.shape
-    expanded = ue8m0.expand(e8m0_bytes(rows, info), n, k, *f.block)
+    (n, k), (block_n, block_k) = f.shape, f.block
+    stored = (bytes(byte for byte in row for _ in range(block_k // GROUP)) for row in _e8m0_rows(shared.scale(role), f, reader))
+    rows = [row[: -(-k // GROUP)] for row in stored for _ in range(block_n)][:n]
     new_n, new_k = (n, shared.width) if role is Role.DOWN else (shared.width, k)
-    return pad(expanded, new_n, new_k // GROUP, bytes([ue8m0.ONE]))
+    return padded(rows, new_n, new_k // GROUP, bytes([ue8m0.ONE]))
 
 
-def e8m0_bytes(rows: Tensor, info: TensorInfo) -> Tensor:
-    """Return scales of a stored tensor as E8M0 bytes ``[rows, cols]``; F32 is turned losslessly or refused."""
-    if info.dtype != "F32":
-        return rows
-    try:
-        return ue8m0.from_fp32(rows.view(torch.float32))
-    except ValueError as e:
-        raise InvalidCheckpoint(
-            Problem("scale-inexact", str(e), f"{info.shard}: {info.name}", "requantise to E8M0 scales first")
-        ) from e
+def _e8m0_rows(info: TensorInfo, f: Format, reader: SourceReader) -> list[bytes]:
+    """Return the rows of scales as E8M0 bytes; F32 is turned losslessly or refused."""
+    tile, count = f.tiles[f.scale or ""], info.shape[0]
+    rows = reader.rows(info, 0, count, tile.nan if tile else None)
+    if info.dtype == "F32":
+        import torch
+
+        try:
+            codes = ue8m0.from_fp32(torch.frombuffer(rows, dtype=torch.float32))
+        except ValueError as e:
+            raise InvalidCheckpoint(
+                Problem("scale-inexact", str(e), f"{info.shard}: {info.name}", "requantise to E8M0 scales first")
+            ) from e
+        rows = memoryview(bytes(codes.tolist()))
+    size = len(rows) // count
+    return [bytes(rows[at : at + size]) for at in range(0, len(rows), size)]
 
 
 def _runs(tensors: tuple[OutputTensor, ...]) -> Iterator[tuple[OutputTensor, int]]:
@@ -134,39 +155,35 @@ def _continues(a: Change, b: Change) -> bool:
     return isinstance(a, Copied) and isinstance(b, Copied) and (a.source.shard, a.source.end) == (b.source.shard, b.source.start)
 
 
-def _l1_weight(shared: SharedExpert, reader: SourceReader) -> Iterator[Tensor]:
+def _l1_weight(shared: SharedExpert, reader: SourceReader) -> Iterator[Bytes]:
     h, width = shared.group.hidden, shared.group.width
     step = max(megamoe.INTERLEAVE, CHUNK // h // megamoe.INTERLEAVE * megamoe.INTERLEAVE)
     for first in range(0, shared.width, step):
         count = min(step, shared.width - first)
+        real = max(0, min(count, width - first))
         halves = []
         for slot, role in enumerate((Role.GATE, Role.UP)):
-            real = max(0, min(count, width - first))
-            stored = shared.weight(role)
-            rows = reader.rows(stored, first, real, NaN.E4M3, slot) if real else torch.empty(0, h, dtype=torch.uint8)
-            halves.append(rows if real == count else pad(rows, count, h, b"\0"))
-        yield megamoe.interleave(*halves)
+            rows = reader.rows(shared.weight(role), first, real, NaN.E4M3, slot)
+            halves.append([rows[at : at + h] for at in range(0, real * h, h)] + [memoryview(bytes(h))] * (count - real))
+        yield b"".join(megamoe.interleave(*halves))
 
 
-def _padding(change: Padded) -> Iterator[Tensor]:
+def _tail(growth: Growth) -> Iterator[Bytes]:
     """Yield what is added to one stretch."""
-    missing = change.new - change.old
-    fill = _filled(min(CHUNK, missing), change.fill)
+    missing = growth.new - growth.old
+    fill = memoryview(filled(min(CHUNK, missing), growth.fill))
     yield from (fill[: min(CHUNK, missing - at)] for at in range(0, missing, CHUNK))
 
 
-def _filled(size: int, fill: bytes) -> Tensor:
-    return torch.tensor(list(fill), dtype=torch.uint8).repeat(size // len(fill))
-
-
 def _write_padded(fd: int, change: Padded, reader: SourceReader, advance: Advance) -> None:
-    if change.nan is not None or change.new <= CHUNK:
-        _write(fd, padded_rows(change, reader), advance)
+    growth = change.growth
+    if growth.nan is not None or growth.new <= CHUNK:
+        _write(fd, _padded(change.source, growth, reader), advance)
         return
     src, offset = reader.locate(change.source)
-    for at in range(0, change.source.nbytes, change.old):
-        copy_range(src, fd, offset + at, change.old, advance)
-        _write(fd, _padding(change), advance)
+    for at in range(0, change.source.nbytes, growth.old):
+        copy_range(src, fd, offset + at, growth.old, advance)
+        _write(fd, _tail(growth), advance)
 
 
 def _copy(fd: int, first: TensorInfo, length: int, reader: SourceReader, advance: Advance) -> None:
@@ -174,25 +191,18 @@ def _copy(fd: int, first: TensorInfo, length: int, reader: SourceReader, advance
     copy_range(src, fd, offset, length, advance)
 
 
-def _write(fd: int, chunks: Iterable[Tensor], advance: Advance) -> None:
-    for rows in chunks:
-        write_all(fd, _bytes(rows))
-        advance(rows.numel())
+def _write(fd: int, chunks: Iterable[Bytes], advance: Advance) -> None:
+    for chunk in chunks:
+        write_all(fd, chunk)
+        advance(len(chunk))
 
 
 def _write_matrix(fd: int, change: Recoded, places: dict[bool, int], reader: SourceReader, advance: Advance) -> None:
     """Write the tensors of one matrix: weight and scale, or one of them. ``places``: offsets by `Recoded.is_scale`."""
+    from fse_convert.conversion.recoding import as_bytes, recoded_bands
+
     for band in recoded_bands(change, reader):
         for is_scale, at in places.items():
             os.lseek(fd, at, os.SEEK_SET)
-            _write(fd, (band[is_scale],), advance)
+            _write(fd, (as_bytes(band[is_scale]),), advance)
             places[is_scale] = at + band[is_scale].nbytes
-
-
-def _bytes(rows: Tensor) -> memoryview:
-    """Return a tensor's memory as a buffer, without numpy."""
-    flat = rows.contiguous().flatten()
-    storage = flat.untyped_storage()
-    array = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
-    array._keep = storage  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")

@@ -2,7 +2,8 @@
 
 Names carry shapes: ``i`` rows of one half (gate or up), ``2i`` both halves, ``h`` hidden, ``k`` columns, ``g`` groups
 of 32 columns, ``p`` packed words of 4 groups. All weights are uint8 views of FP8, all scales are UE8M0 bytes.
-Everything is a permutation or a repetition of bytes, so everything has an inverse.
+Everything is a permutation or a repetition of bytes, so everything has an inverse. What is written is made of rows as bytes,
+without torch; the inverses take the tensors that servers have loaded.
 
 Layout and rules: sgl-deep-gemm 0.2.5, deep_gemm/mega/__init__.py (``_interleave_weights``, ``_transpose_sf_for_utccp``,
 ``transform_weights_for_mega_moe``); the same maps in vLLM 0.33, model_executor/layers/fused_moe/deep_gemm_mega_moe.py.
@@ -10,15 +11,15 @@ Layout and rules: sgl-deep-gemm 0.2.5, deep_gemm/mega/__init__.py (``_interleave
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from fse_convert.layout.sizes import GROUP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Row = TypeVar("Row")
 INTERLEAVE = 8
 """Rows of gate, then rows of up, that alternate in L1."""
 UTCCP = 128
@@ -26,18 +27,14 @@ UTCCP = 128
 GROUPS_PER_WORD = 4
 
 
-def interleave(gate_ik: Tensor, up_ik: Tensor) -> Tensor:
-    """Alternate 8 rows of gate with 8 rows of up: ``[i, k], [i, k] -> [2i, k]``; ``i % 8 == 0``.
+def interleave(gate: Sequence[Row], up: Sequence[Row]) -> list[Row]:
+    """Alternate 8 rows of gate with 8 rows of up: ``i`` rows each, ``i % 8 == 0``.
 
     Row ``r`` of gate goes to ``16 * (r // 8) + r % 8``, of up to ``16 * (r // 8) + 8 + r % 8``.
     """
-    i, k = gate_ik.shape
-    if up_ik.shape != gate_ik.shape or i % INTERLEAVE:
-        raise ValueError(
-            f"gate {tuple(gate_ik.shape)} and up {tuple(up_ik.shape)} must be equal, in multiples of {INTERLEAVE} rows"
-        )
-    halves = torch.stack((gate_ik.view(-1, INTERLEAVE, k), up_ik.view(-1, INTERLEAVE, k)), dim=1)
-    return halves.view(2 * i, k)
+    if len(up) != len(gate) or len(gate) % INTERLEAVE:
+        raise ValueError(f"{len(gate)} rows of gate and {len(up)} of up must be equally many, in multiples of {INTERLEAVE}")
+    return [row for i in range(0, len(gate), INTERLEAVE) for half in (gate, up) for row in half[i : i + INTERLEAVE]]
 
 
 def deinterleave(w_2ik: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,12 +44,11 @@ def deinterleave(w_2ik: Tensor) -> tuple[Tensor, Tensor]:
     return halves[:, 0].reshape(n // 2, k), halves[:, 1].reshape(n // 2, k)
 
 
-def to_utccp(sf_ng: Tensor) -> Tensor:
-    """Permute rows for the UTCCP copy: row ``128b + 32j + i`` goes to ``128b + 4i + j``; ``n % 128 == 0``."""
-    n, g = sf_ng.shape
-    if n % UTCCP:
-        raise ValueError(f"{n} scale rows are not a multiple of {UTCCP}")
-    return sf_ng.view(-1, 4, 32, g).transpose(1, 2).reshape(n, g)
+def to_utccp(rows: Sequence[Row]) -> list[Row]:
+    """Permute rows for the UTCCP copy: row ``128b + 32j + i`` goes to ``128b + 4i + j``; a multiple of 128 rows."""
+    if len(rows) % UTCCP:
+        raise ValueError(f"{len(rows)} scale rows are not a multiple of {UTCCP}")
+    return [rows[b + 32 * j + i] for b in range(0, len(rows), UTCCP) for i in range(32) for j in range(4)]
 
 
 def from_utccp(sf_ng: Tensor) -> Tensor:
@@ -61,28 +57,32 @@ def from_utccp(sf_ng: Tensor) -> Tensor:
     return sf_ng.view(-1, 32, 4, g).transpose(1, 2).reshape(n, g)
 
 
-def pack(sf_ng: Tensor) -> Tensor:
-    """Pack 4 consecutive K groups into one little-endian int32, MN-major as stored: ``uint8 [n, g] -> int32 [g / 4, n]``.
+def pack(rows: Sequence[bytes]) -> bytes:
+    """Pack 4 consecutive K groups into one little-endian int32, MN-major as stored: ``n`` rows of ``g`` scales to ``[g / 4, n]``.
 
     The kernel reads the transposed view ``[n, g / 4]`` with strides ``(1, n)``; safetensors can only hold it contiguous.
     Byte ``g % 4`` of word ``(g // 4, n)`` is the scale of K elements ``32g .. 32g + 31`` of row ``n``.
     """
-    n, g = sf_ng.shape
+    g = len(rows[0])
     if g % GROUPS_PER_WORD:
         raise ValueError(f"K = {g * GROUP} is not a multiple of {GROUPS_PER_WORD * GROUP}")
-    words = sf_ng.view(n, g // GROUPS_PER_WORD, GROUPS_PER_WORD).transpose(0, 1).contiguous()
-    return words.view(torch.int32).view(g // GROUPS_PER_WORD, n)
+    packed = memoryview(bytearray(len(rows) * g)).cast("I")
+    for i, row in enumerate(rows):
+        packed[i :: len(rows)] = memoryview(row).cast("I")
+    return packed.tobytes()
 
 
 def unpack(sf_pn: Tensor) -> Tensor:
     """Undo `pack`: ``int32 [g / 4, n] -> uint8 [n, g]``."""
+    import torch
+
     p, n = sf_pn.shape
     return sf_pn.contiguous().view(torch.uint8).view(p, n, GROUPS_PER_WORD).transpose(0, 1).reshape(n, p * GROUPS_PER_WORD)
 
 
-def l1_scale(gate_ig: Tensor, up_ig: Tensor) -> Tensor:
-    """Return the scales of L1 (gate and up) as stored: ``uint8 [i, h / 32] x 2 -> int32 [h / 128, 2i]``."""
-    return pack(to_utccp(interleave(gate_ig, up_ig)))
+def l1_scale(gate: Sequence[bytes], up: Sequence[bytes]) -> bytes:
+    """Return the scales of L1 (gate and up) as stored: ``i`` rows of ``h / 32`` scales each to int32 ``[h / 128, 2i]``."""
+    return pack(to_utccp(interleave(gate, up)))
 
 
 def l1_scale_inverse(sf_pn: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,9 +90,9 @@ def l1_scale_inverse(sf_pn: Tensor) -> tuple[Tensor, Tensor]:
     return deinterleave(from_utccp(unpack(sf_pn)))
 
 
-def l2_scale(down_hg: Tensor) -> Tensor:
-    """Return the scales of L2 (down) as stored: ``uint8 [h, i / 32] -> int32 [i / 128, h]``; the L2 weight itself stays as is."""
-    return pack(to_utccp(down_hg))
+def l2_scale(down: Sequence[bytes]) -> bytes:
+    """Return the scales of L2 (down) as stored, int32 ``[i / 128, h]``; the L2 weight itself stays as is."""
+    return pack(to_utccp(down))
 
 
 def l2_scale_inverse(sf_pn: Tensor) -> Tensor:

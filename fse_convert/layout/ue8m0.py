@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from fse_convert.layout.sizes import GROUP, ceil_div
 
 if TYPE_CHECKING:
@@ -26,6 +24,8 @@ def from_fp32(scale: Tensor) -> Tensor:
     positive normal power of two, since rounding a scale would change every weight in its block.
     Rule: DeepGEMM 2.8.x traps on ``bits & 0x807fffff`` (deep_gemm/include/deep_gemm/impls/smxx_layout.cuh).
     """
+    import torch
+
     bits = scale.float().contiguous().view(torch.int32)
     exponent = (bits >> 23) & 0xFF
     bad = ((bits & -0x7F800001) != 0) | (exponent == 0) | (exponent == NAN)
@@ -38,6 +38,8 @@ def from_fp32(scale: Tensor) -> Tensor:
 
 def to_fp32(scale: Tensor) -> Tensor:
     """Turn UE8M0 bytes into their FP32 values, exactly; byte 0 gives the subnormal 2**-127 and 0xFF gives NaN."""
+    import torch
+
     byte = scale.view(torch.uint8).to(torch.int32)
     bits = byte << 23
     bits = torch.where(byte == 0, torch.full_like(bits, 1 << 22), bits)

@@ -8,7 +8,7 @@ import fcntl
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -25,6 +25,8 @@ SYNC_FILE_RANGE_WRITE = 2
 STEP = 64 << 20
 """Bytes per copy_file_range call, so that progress is seen and signals are served."""
 BUFFER = 8 << 20
+ROWS = 1024
+"""Buffers that one read can fill (IOV_MAX of Linux)."""
 WRITE_BACK = 32 << 20
 """Bytes after which the system is asked to start writing them to disk."""
 NOT_HERE = frozenset(
@@ -181,6 +183,15 @@ def read_into(fd: int, buffer: memoryview, offset: int) -> None:
         if n == 0:
             raise EOFError(f"the file ends {len(buffer)} bytes early")
         buffer, offset = buffer[n:], offset + n
+
+
+def read_rows(fd: int, rows: Sequence[memoryview], offset: int) -> None:
+    """Fill at most `ROWS` buffers of one size, one after the other, from ``offset``; raises EOFError when the file ends early."""
+    with naming(fd):
+        n = os.preadv(fd, rows, offset)
+    if n < len(rows) * len(rows[0]):
+        for i, row in enumerate(rows):
+            read_into(fd, row, offset + i * len(row))
 
 
 def _in_kernel(src: int, dst: int, offset: int, length: int) -> int:

@@ -125,7 +125,8 @@ def renamed_tensors(plan: Plan) -> dict[str, str]:
 def stacked_stretches(plan: Plan) -> dict[str, int]:
     """Return the stretches of every padded tensor with several matrices, where its shapes alone would tell other ones."""
     padded = ((t.name, t.shape, t.change) for s in plan.shards for t in s.tensors if isinstance(t.change, Padded))
-    return {name: c.stretches for name, shape, c in padded if c.stretches != record.stretches(c.source.shape, shape)}
+    of_each = ((name, c.growth.stretches, record.stretches(c.source.shape, shape)) for name, shape, c in padded)
+    return {name: count for name, count, told in of_each if count != told}
 
 
 def added_elements(plan: Plan) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from math import prod
 
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.names import SIDECAR
-from fse_convert.checkpoint.reader import Checkpoint, Shard
+from fse_convert.checkpoint.reader import Checkpoint, Shard, garbage_collection_paused
 from fse_convert.model.description import ExpertGroup
 from fse_convert.model.formats import StorageKind, Tile
+from fse_convert.model.moe import Role
 from fse_convert.plan.changes.apply import changed_tensors, lay_out
 from fse_convert.plan.decide import decide
 from fse_convert.plan.plan import Decision, Options, Plan
@@ -17,6 +18,7 @@ from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import (
     Computed,
     Copied,
+    Growth,
     OutputShard,
     Padded,
     SharedExpert,
@@ -33,13 +35,15 @@ SIDECAR_SHARD_BYTES = 1 << 30
 EMBEDDINGS = (".embed.weight", ".embed_tokens.weight", ".word_embeddings.weight", ".wte.weight")
 
 
+@garbage_collection_paused()
 def make_plan(source: Source, options: Options) -> Plan:
     """Decide what to write.
 
     Raises InvalidCheckpoint for what is broken or not understood, NotConvertible for layers that would not fuse.
     """
     decision, checkpoint = decide(source, options), source.checkpoint
-    specs = changed_tensors(decision.changes) | dict(_padding(decision))
+    specs = changed_tensors(decision.changes)
+    specs.update(_padding(decision))
     originals = frozenset[str]() if options.drop_originals else frozenset().union(*(c.originals for c in decision.changes))
     return Plan(
         source=source,
@@ -69,30 +73,39 @@ def _padding(decision: Decision) -> Iterator[tuple[str, tuple[TensorSpec]]]:
 
 
 def _padded(group: ExpertGroup, width: int) -> Iterator[TensorSpec]:
+    known: dict[tuple[Role, str, tuple[int, ...]], tuple[tuple[int, ...], Growth | None]] = {}
     for expert in group.experts:
         for role, projection in expert.projections.items():
             f = group.formats[role]
             for suffix, info in projection.parts.items():
-                tile = f.tiles[suffix]
-                shape = tile.stored(*f.at(role, width), len(info.shape)) if tile else info.shape
-                if tile and shape != info.shape:
-                    yield _grown(info, shape, stretches(info.shape, shape), tile)
+                key = role, suffix, info.shape
+                if key not in known:
+                    tile = f.tiles[suffix]
+                    shape = tile.stored(*f.at(role, width), len(info.shape)) if tile else info.shape
+                    known[key] = shape, _growth(info, shape, stretches(info.shape, shape), tile)
+                shape, growth = known[key]
+                if growth:
+                    yield TensorSpec(info.name, info.dtype, shape, Padded(info, growth))
     for s in group.stacked:
         f = group.formats[s.role]
         shape = s.shape(f.shape, f.at(s.role, width))
-        if s.tile and shape != s.info.shape:
-            yield _grown(s.info, shape, s.stretches, s.tile)
+        if growth := _growth(s.info, shape, s.stretches, s.tile):
+            yield TensorSpec(s.info.name, s.info.dtype, shape, Padded(s.info, growth))
 
 
-def _grown(info: TensorInfo, shape: tuple[int, ...], count: int, tile: Tile) -> TensorSpec:
+def _growth(info: TensorInfo, shape: tuple[int, ...], count: int, tile: Tile | None) -> Growth | None:
+    """Return how a tensor grows to a shape, in so many stretches; None where it stays."""
+    if tile is None or shape == info.shape:
+        return None
     new = prod(shape) * element_bytes(info.dtype) // count
-    change = Padded(source=info, stretches=count, old=info.nbytes // count, new=new, fill=tile.fill, nan=tile.nan)
-    return TensorSpec(info.name, info.dtype, shape, change)
+    return Growth(stretches=count, old=info.nbytes // count, new=new, fill=tile.fill, nan=tile.nan)
 
 
-def _shard(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]]) -> OutputShard:
+def _shard(shard: Shard, specs: dict[str, tuple[TensorSpec, ...]]) -> OutputShard:
+    """Plan a shard of the standard layout. Its ``specs`` are taken out: a million are too many beside the tensors made of them."""
+    own = {t.name: specs.pop(t.name) for t in shard.header.tensors if t.name in specs}
     metadata = {"format": "pt", **shard.header.metadata}  # loaders ask for `format: pt`
-    return OutputShard(name=shard.name, tensors=lay_out(shard, specs), metadata=metadata, source=shard)
+    return OutputShard(name=shard.name, tensors=lay_out(shard, own), metadata=metadata, source=shard)
 
 
 def _originals(shard: Shard, names: Collection[str]) -> OutputShard | None:

@@ -34,20 +34,26 @@ class Copied:
         return (self.source,)
 
 
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """A tensor cut into ``stretches`` of ``old`` bytes, each of which grows at its end to ``new`` bytes of elements ``fill``.
+class Growth(NamedTuple):
+    """How a tensor grows that is cut into ``stretches`` of ``old`` bytes: each at its end, to ``new`` bytes, by elements ``fill``.
 
     Rows are added to a matrix as one stretch, columns with one a row, and rows to each of several matrices in a tensor with one a
     matrix. ``nan``: the codes to look for in what is read.
     """
 
-    source: TensorInfo
     stretches: int
     old: int
     new: int
     fill: bytes
     nan: NaN | None
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A stored tensor that grows. A million experts share few values of ``growth``."""
+
+    source: TensorInfo
+    growth: Growth
 
     @property
     def sources(self) -> tuple[TensorInfo, ...]:
@@ -152,8 +158,7 @@ class TensorSpec(NamedTuple):
     change: Change
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(NamedTuple):
     """One tensor of an output shard; ``[start, end)`` are bytes of the shard's payload."""
 
     name: str

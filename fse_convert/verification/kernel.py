@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fse_convert.layout import megamoe
 from fse_convert.model.moe import Role
 from fse_convert.verification.addresses import GROUP, ONE, KernelLayout, Rows
 from fse_convert.verification.experts import StoredExpert
@@ -217,7 +216,9 @@ def pad_source(source: StoredExpert, width: int) -> tuple[Rows, Rows]:
 
 def deep_gemm_layout(module: Any, l1: Rows, l2: Rows) -> tuple[Pair, Pair]:
     """Let DeepGEMM make its layout of natural rows; upstream's transform wants a leading expert axis, the forks allow it."""
-    l1_3d, l2_3d = ((codes.view(torch.float8_e4m3fn)[None], megamoe.pack(scale).T[None]) for codes, scale in (l1, l2))
+    l1_3d, l2_3d = (
+        (codes.view(torch.float8_e4m3fn)[None], scale.view(torch.int32).T.contiguous().T[None]) for codes, scale in (l1, l2)
+    )
     (l1_w, l1_sf), (l2_w, l2_sf) = module.transform_weights_for_mega_moe(l1_3d, l2_3d)
     return (l1_w[0], l1_sf[0]), (l2_w[0], l2_sf[0])
 

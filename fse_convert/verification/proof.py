@@ -16,6 +16,7 @@ from fse_convert.sidecar.manifest import NOT_ASKED, Manifest, ProofRecord
 from fse_convert.verification.findings import NO_LAYERS, Level, Sample, StorageResult
 from fse_convert.verification.manifest import OutputManifest, figure_mismatches, loss_record, numerics_record, storage_record
 from fse_convert.verification.storage import Output, damaged, prove_alone, prove_storage
+from fse_convert.verification.work import computed_work
 
 if TYPE_CHECKING:
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
@@ -149,21 +150,6 @@ class Check:
         named = manifest.content.files if manifest and manifest.content.files else out.files
         sizes = [] if self.sample else [size for name, size in out.files.items() if name != MANIFEST and name in named]
         return [Work(Phase.READ, "file", len(sizes), sum(sizes)), *computed_work(self.wanted_level, *layers)]
-
-
-def computed_work(level: Level, layers: int, recoded: int) -> list[Work]:
-    """Return the phases that compute, for progress: a level above storage each, where it can run on this machine.
-
-    ``layers``: those with the kernel layout; ``recoded``: how many more are computed with numerics because formats changed.
-    """
-    found = []
-    if level.rank >= Level.NUMERICS.rank:
-        found.append(Work(Phase.NUMERICS, "layer", layers + recoded))
-    if level is Level.KERNEL:
-        from fse_convert.verification.kernel import probe
-
-        found += [Work(Phase.KERNEL, "layer", layers)] if probe().status != "unavailable" else []
-    return found
 
 
 def verify(check: Check, observe: Observer) -> Proof:

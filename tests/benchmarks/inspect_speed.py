@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> tuple[float, float, float, bool]:
     if done.returncode not in (0, 4):  # 4: a plan for which there is no room here, printed all the same
         raise SystemExit(done.stderr)
     seconds = time.perf_counter() - start
-    cpu, peak, torch = done.stderr.split()
+    cpu, peak, torch = done.stderr.splitlines()[-1].split()
     return seconds, float(cpu), int(peak) / 1024, torch == "True"
 
 

@@ -46,6 +46,7 @@ def run_without(made: Callable[..., Path], converted: Callable[..., Path], tmp_p
         (("targets",), 0),
         (("explain", "nan"), 0),
         (("convert", "CHECKPOINT", "NEW", "--target", "vllm-0.30", "--dry-run"), 0),
+        (("convert", "CHECKPOINT", "NEW", "--target", "vllm-0.30", "--verify", "none"), 0),
         (("card", "OUTPUT"), 0),
         (("doctor",), 0),
         (("--version", "-v"), 0),

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from fse_convert.layout import megamoe, ue8m0
+from fse_convert.layout import ue8m0
 from fse_convert.testing.patch import read_header
+from tests.layout import tensors
 
 EXPERT = re.compile(r"(.*)\.(experts\.\d+|shared_experts)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.(\w+)")
 
@@ -104,8 +105,8 @@ def check_kernel(root: Path, out: Path, width: int, shared: int = 1) -> int:
             weights.append(torch.nn.functional.pad(weight, (0, k2 - k, 0, n2 - n)))
             scales.append(torch.nn.functional.pad(scale, (0, k2 // 32 - scale.shape[1], 0, n2 - n), value=127))
         got = {p: kernel[f"{layer}.shared_{p}"] for p in ("l1_weight", "l1_weight_scale", "l2_weight", "l2_weight_scale")}
-        assert torch.equal(got["l1_weight"], megamoe.interleave(*weights[:2]))
-        assert torch.equal(got["l1_weight_scale"], megamoe.l1_scale(*scales[:2]).view(torch.uint8))
+        assert torch.equal(got["l1_weight"], tensors.interleave(*weights[:2]))
+        assert torch.equal(got["l1_weight_scale"], tensors.l1_scale(*scales[:2]).view(torch.uint8))
         assert torch.equal(got["l2_weight"], weights[2])
-        assert torch.equal(got["l2_weight_scale"], megamoe.l2_scale(scales[2]).view(torch.uint8))
+        assert torch.equal(got["l2_weight_scale"], tensors.l2_scale(scales[2]).view(torch.uint8))
     return len(layers)

@@ -80,6 +80,18 @@ def test_it_needs_no_torch(made: Callable[..., Path], tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
 
 
+def test_what_a_conversion_will_do_is_known_before_torch_is_imported(made: Callable[..., Path], tmp_path: Path) -> None:
+    """Its import takes more than a second, in which the first shards are written."""
+    code = (
+        "import sys; from pathlib import Path; from fse_convert.conversion.run import Conversion, Request; "
+        "from fse_convert.plan.plan import Options; from fse_convert.servers.judge import find_any; "
+        f"source, out = Path({str(made(**KNOBS))!r}), Path({str(tmp_path / 'out')!r}); "
+        "job = Conversion(Request(source, out, Options(find_any('megamoe-512')))); "
+        "assert len(job.workload()) == 3 and job.jobs and job.needs_torch; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_hard_links_do_not_reach_another_file_system(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:

@@ -57,12 +57,12 @@ def test_memory_that_torch_does_not_fit_into(megabytes: int, made: Make, tmp_pat
 def test_memory_that_runs_out_while_a_shard_is_written(
     message: str, made: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fse_convert.conversion import writer
+    from fse_convert.conversion import files
 
     def out_of_memory(*_: object) -> None:
         raise RuntimeError(message) if message else MemoryError
 
-    monkeypatch.setattr(writer, "write_shard", out_of_memory)
+    monkeypatch.setattr(files, "write_shard", out_of_memory)
     code, _, err = run(made(), tmp_path / "out")
     assert code == 4
     assert "error[out-of-memory]" in err

@@ -111,17 +111,17 @@ def test_a_read_only_source_is_enough(source: Make, run: Run, tmp_path: Path) ->
 def test_a_source_that_changes_while_it_is_read_is_refused(
     source: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fse_convert.conversion import writer as rewrite
+    from fse_convert.conversion import files
 
     root, out = source(), tmp_path / "out"
     shard = sorted(root.glob("*.safetensors"))[2]
-    write = rewrite.write_shard
+    write = files.write_shard
 
     def touched(*args: object) -> None:
         os.utime(shard, ns=(1, 1))
         write(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rewrite, "write_shard", touched)
+    monkeypatch.setattr(files, "write_shard", touched)
     code, _, err = run(root, out, "--workers", "1")
     assert code == 4
     assert "error[source-changed]" in err

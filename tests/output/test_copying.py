@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fse_convert.output import copying as ranges
-from fse_convert.output.copying import Link, carry, copy_range, read_into, way, write_all
+from fse_convert.output.copying import Link, carry, copy_range, read_into, read_rows, way, write_all
 from fse_convert.output.mounts import Mount
 
 DATA = bytes(range(256)) * 300
@@ -87,6 +87,21 @@ def test_short_writes_and_reads_go_on(files: tuple[int, int, Path], monkeypatch:
     read_into(src, memoryview(buffer), 3)
     write_all(dst, buffer)
     assert path.read_bytes() == DATA[3:103]
+
+
+def test_rows_that_lie_apart_are_read_at_once_whatever_a_read_gives(
+    files: tuple[int, int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+    for most in (100, 1, 0):
+        frame = bytearray(b"." * 24)
+        heads = [memoryview(frame)[at : at + 5] for at in range(0, 24, 8)]
+        if most < 100:
+            monkeypatch.setattr(os, "preadv", lambda fd, views, at, most=most: preadv(fd, [v[: most or 3] for v in views[:2]], at))
+        read_rows(files[0], heads, 3)
+        assert frame == b"".join(DATA[at : at + 5] + b"..." for at in (3, 8, 13))
+    with pytest.raises(EOFError, match="2 bytes early"):
+        read_rows(files[0], heads, len(DATA) - 13)
 
 
 @pytest.mark.parametrize("link", Link)

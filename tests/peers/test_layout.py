@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 import torch
 
-from fse_convert.layout import megamoe, padding, ue8m0
+from fse_convert.layout import megamoe, ue8m0
+from tests.layout import tensors
 from tests.peers import published, wheels
 from tests.peers.published import JUDGES, KernelWeights, SharedMlp
 
@@ -120,18 +121,18 @@ def by_us(mlp: SharedMlp, width: int) -> KernelWeights:
     """Kernel weights by `fse_convert.layout`, padded to ``width`` of all shared experts together."""
     hidden, (bn, bk) = mlp.hidden, mlp.block
     one = bytes([ue8m0.ONE])
-    gate, up = (padding.pad(half, width, hidden, b"\0") for half in (mlp.gate, mlp.up))
-    down = padding.pad(mlp.down, hidden, width, b"\0")
+    gate, up = (tensors.pad(half, width, hidden, b"\0") for half in (mlp.gate, mlp.up))
+    down = tensors.pad(mlp.down, hidden, width, b"\0")
     gate_scale, up_scale = (
-        ue8m0.expand(padding.pad(half, width // bn, hidden // bk, one), width, hidden, bn, bk)
+        ue8m0.expand(tensors.pad(half, width // bn, hidden // bk, one), width, hidden, bn, bk)
         for half in (mlp.gate_scale, mlp.up_scale)
     )
-    down_scale = ue8m0.expand(padding.pad(mlp.down_scale, hidden // bn, width // bk, one), hidden, width, bn, bk)
+    down_scale = ue8m0.expand(tensors.pad(mlp.down_scale, hidden // bn, width // bk, one), hidden, width, bn, bk)
     return KernelWeights(
-        megamoe.interleave(gate, up).view(torch.float8_e4m3fn),
-        megamoe.l1_scale(gate_scale, up_scale).t(),
+        tensors.interleave(gate, up).view(torch.float8_e4m3fn),
+        tensors.l1_scale(gate_scale, up_scale).t(),
         down.view(torch.float8_e4m3fn),
-        megamoe.l2_scale(down_scale).t(),
+        tensors.l2_scale(down_scale).t(),
     )
 
 
@@ -192,7 +193,7 @@ def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> KernelWeights:
 
 def words_big_endian(patch: pytest.MonkeyPatch) -> KernelWeights:
     pack = megamoe.pack
-    patch.setattr(megamoe, "pack", lambda scale: pack(scale.view(len(scale), -1, 4).flip(-1).reshape(scale.shape)))
+    patch.setattr(megamoe, "pack", lambda rows: pack([bytes(row[at ^ 3] for at in range(len(row))) for row in rows]))
     return by_us(checkpoint(SMALL), SMALL.target)
 
 
@@ -240,7 +241,7 @@ ALL_BYTES = (torch.arange(256)[:, None] + 37 * torch.arange(8)).to(torch.uint8)
 def test_the_packer_keeps_all_256_scale_bytes(to_fp32, peer: wheels.Peer) -> None:
     with peers_at_hand():
         theirs = published.pack_ue8m0(to_fp32(ALL_BYTES), peer)
-    packed = megamoe.pack(ALL_BYTES).t()
+    packed = tensors.pack(ALL_BYTES).t()
     assert (packed.dtype, packed.stride()) == (theirs.dtype, theirs.stride())
     assert torch.equal(packed, theirs)
     assert torch.equal(megamoe.unpack(theirs.t()), ALL_BYTES)

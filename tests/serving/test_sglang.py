@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from fse_convert.errors import NotServable
-from fse_convert.layout import megamoe, ue8m0
+from fse_convert.layout import ue8m0
 from fse_convert.serving.sglang import hooks, modules
 from fse_convert.serving.sidecar import KernelShared, open_sidecar
 from fse_convert.sidecar.tensors import KernelTensorName
 from fse_convert.testing.patch import flip_payload
+from tests.layout import tensors
 from tests.serving.sglang_standins import CONFIG, MODULE, Experts, Linear, SharedMlp, codes, loaded, never, raw, refused, served
 
 GIB = 2**30
@@ -30,10 +31,10 @@ def test_shared_experts_come_from_the_sidecar_and_the_originals_go(server, conve
     )
     served(out, SimpleNamespace(**{**vars(CONFIG), "moe_intermediate_size": width}))
     (l1, l1_scale), (l2, l2_scale) = hooks.around_shared(never, mlp)
-    assert torch.equal(raw(l1), megamoe.interleave(gate_up[:width], gate_up[width:]))
+    assert torch.equal(raw(l1), tensors.interleave(gate_up[:width], gate_up[width:]))
     assert torch.equal(raw(l2), down)
     down_scale = ue8m0.expand(ue8m0.from_fp32(scale.view(torch.float32)), 512, width, 32, 32)
-    assert torch.equal(l2_scale.t(), megamoe.l2_scale(down_scale))
+    assert torch.equal(l2_scale.t(), tensors.l2_scale(down_scale))
     assert (l1.dtype, l1.shape, l1.stride()) == (torch.float8_e4m3fn, (2 * width, 512), (512, 1))
     assert (l1_scale.dtype, l1_scale.shape, l1_scale.stride()) == (torch.int32, (2 * width, 4), (1, 2 * width))
     assert (l2_scale.dtype, l2_scale.shape, l2_scale.stride()) == (torch.int32, (512, width // 128), (1, 512))

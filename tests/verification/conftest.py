@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fse_convert.layout import megamoe, padding, ue8m0
+from fse_convert.layout import ue8m0
 from fse_convert.verification.addresses import KernelLayout
+from tests.layout import tensors
 from tests.verification.recipes import KNOBS, Recipe
 from tests.verification.source_layout import SourceLayout
 
@@ -57,15 +58,15 @@ def make_kernel() -> MakeKernel:
         h, s = source.hidden, source.width
 
         def scales(scale: Tensor, n: int, k: int, rows: int, groups: int) -> Tensor:
-            return padding.pad(ue8m0.expand(scale, n, k, *source.block), rows, groups, b"\x7f")
+            return tensors.pad(ue8m0.expand(scale, n, k, *source.block), rows, groups, b"\x7f")
 
-        gate, up = (padding.pad(w, width, h, b"\0") for w in (source.gate, source.up))
+        gate, up = (tensors.pad(w, width, h, b"\0") for w in (source.gate, source.up))
         gate_sf, up_sf = (scales(sf, s, h, width, h // 32) for sf in (source.gate_scale, source.up_scale))
         return KernelLayout(
-            megamoe.interleave(gate, up),
-            megamoe.l1_scale(gate_sf, up_sf),
-            padding.pad(source.down, h, width, b"\0"),
-            megamoe.l2_scale(scales(source.down_scale, h, s, h, width // 32)),
+            tensors.interleave(gate, up),
+            tensors.l1_scale(gate_sf, up_sf),
+            tensors.pad(source.down, h, width, b"\0"),
+            tensors.l2_scale(scales(source.down_scale, h, s, h, width // 32)),
         )
 
     return make

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fse_convert.layout import megamoe, ue8m0
+from fse_convert.layout import ue8m0
 from fse_convert.model.moe import Role
 from fse_convert.verification import kernel as level3
 from fse_convert.verification.kernel import check_kernel, probe, shared_scale_rows
 from fse_convert.verification.numerics import sample_hidden_states
+from tests.layout import tensors
 from tests.verification.fake_deep_gemm import SM100, FakeDeepGemm, check
 
 
@@ -208,7 +209,7 @@ def compare_transform_and_packing(deep_gemm: Any, make_source: Any, make_kernel:
         assert torch.equal(l2_scale.T, kernel.l2_scale)
     for _, scale in rows:
         packed = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(ue8m0.to_fp32(scale))
-        assert torch.equal(packed, megamoe.pack(scale).T)
+        assert torch.equal(packed, tensors.pack(scale).T)
 
 
 def compare_products(deep_gemm: Any, make_source: Any, make_kernel: Any, device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fse_convert.checkpoint.reader import garbage_collection_paused
 from fse_convert.errors import Problem
 from fse_convert.layout.sizes import GROUP, ceil_div
 from fse_convert.model.formats import StorageKind
@@ -16,7 +15,6 @@ from fse_convert.servers.subject import Subject
 NAME = "routed-fp8"
 
 
-@garbage_collection_paused()
 def routed_fp8(subject: Subject) -> Result:
     """Return the change of DeepSeek-V4 and V4.1, MTP layers included, or why it does not fit the checkpoint.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fse_convert.checkpoint.reader import garbage_collection_paused
 from fse_convert.errors import Problem
 from fse_convert.layout.sizes import GROUP
 from fse_convert.model.description import LayerDescription
@@ -30,7 +29,6 @@ from fse_convert.servers.subject import Subject
 NAME = "shared-mxfp4"
 
 
-@garbage_collection_paused()
 def shared_mxfp4(subject: Subject) -> Result:
     """Return the change, or why it does not fit the checkpoint.
 
