@@ -161,7 +161,8 @@ def test_every_help_has_three_examples_that_parse(command: str, run: Run) -> Non
     examples = out.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
     assert (code, len(examples), "\\b" in out) == (0, 3, False)
     for example in examples:
-        words = shlex.split(example.partition("|")[0].partition(">")[0])
+        (command_line,) = re.findall(r"fse-convert[^|>)]*", example)
+        words = shlex.split(command_line)
         named = words[1] if words[1] in cli.commands else "convert"
         cli.commands[named].make_context(named, words[1 if named == "convert" else 2 :])
         assert words[0] == "fse-convert"
