@@ -153,6 +153,23 @@ def test_another_version_is_noted(out: Path, verify: Run) -> None:
     assert 'note: written by fse-convert "99\\ud800", compared with what' in text
 
 
+@pytest.mark.parametrize(
+    ("version", "key", "text", "expected"),
+    [("0.0.1", "message", "in other words", 0), ("", "message", "in other words", 1), ("0.0.1", "code", "width", 1)],
+)
+def test_another_version_may_give_a_reason_in_other_words(
+    version: str, key: str, text: str, expected: int, root: Path, tmp_path: Path, run: Run
+) -> None:
+    out = tmp_path / "unfused"
+    assert run(root, out, "--target", "vllm-0.29", "--allow-unfused")[0] == 0
+    manifest = load(out)
+    manifest["tool"]["version"] = version or manifest["tool"]["version"]
+    assert manifest["server"]["reasons"][0][key] != text
+    manifest["server"]["reasons"][0][key] = text
+    seal(out, manifest)
+    assert run("verify", out, "--source", root, "--level", "storage")[0] == expected
+
+
 def test_wider_than_needed_is_told(root: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "wide"
     assert run(root, out, "--target", "megamoe-512", "--tp", "3")[0] == 0
