@@ -307,8 +307,6 @@ def _padding(kernel: AnyExpert, ours: Trace, s: int) -> list[Difference]:
         return []
     g = s // GROUP
     different: list[Difference] = []
-    if kernel.width == s:
-        return different
     for role in (Role.GATE, Role.UP):
         codes, scale = kernel.rows(role, s, kernel.width)
         different += _difference(f"{role.value} weight padding (channel, hidden)", codes, 0, (s, 0))
