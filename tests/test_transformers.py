@@ -83,6 +83,7 @@ STACKED = (
         transposed=True,
     ),
     Model("mistral4"),
+    routed_only("gemma4_text", enable_moe_block=True, top_k_experts=2, head_dim=64, global_head_dim=64),
     Model("aria_text", {EITHER: 320}, {EITHER: 1}),
     Model(
         "step3p7",

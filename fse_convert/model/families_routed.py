@@ -107,6 +107,7 @@ ROUTED_ONLY: tuple[Family, ...] = (
         source="vLLM 0.33 model_executor/models/gemma4.py:636-653 (beside a dense MLP that every token passes);"
         " SGLang 0.5.23 models/gemma4_causal.py:287, 1268-1290 (both ways of storing them)",
         block="",
+        stacked=STACKED,
         widths=(MOE, Width("expert_intermediate_size")),
         n_routed_keys=("num_experts",),
         sparse=None,

@@ -37,6 +37,12 @@ check() {
 
 convert() { "$CONVERT" "$@" >/run/log 2>&1; }
 
+# mount_nfs VERSION FOLDER
+mount_nfs() {
+  [ $1 = 3 ] && share=/mnt/disk || share=/
+  mount -t nfs -o vers=$1,nosharecache 127.0.0.1:$share $2
+}
+
 every_command() {
   convert $at/s $at/o; check "convert" 0 $? $GOLDEN/padded $at/o
   convert $at/s $at/o; check "convert again" 2 $? $GOLDEN/padded $at/o
@@ -61,9 +67,8 @@ killed() {
   rm -rf $at/o
 }
 
-# Two clients that share no cache begin at once, after earlier runs left nothing: one waits for nobody, the other says so.
+# Two clients that share no cache begin at once: one converts, the other is refused.
 two() {
-  at=/mnt/a
   rm -f /run/log
   "$CONVERT" /mnt/a/s /mnt/a/o >/run/first 2>&1 &
   first=$!
@@ -72,49 +77,44 @@ two() {
   wait $first
   codes="$?, $second"
   case $codes in "0, 6" | "6, 0" | "0, 2" | "2, 0") codes=right ;; esac
-  sleep 4 # what the other client still remembers of the folder
-  check "two at once ($1)" right "$codes" $GOLDEN/padded /mnt/a/o
-  rm -rf /mnt/a/o
+  check "two at once ($1)" right "$codes" $GOLDEN/padded /mnt/disk/o
 }
 
-# The other client removes the folder of unfinished work; what comes may be no output, or a whole one.
+# The other client removes the folder of unfinished work: there is no output then, or a whole one.
 removed() {
-  at=/mnt/a
   rm -f /run/log
   "$CONVERT" /mnt/a/s /mnt/a/o >/run/first 2>&1 &
   while kill -0 $! 2>/dev/null && [ "$(ls /mnt/b/.o.fse-partial/output 2>/dev/null | wc -l)" -lt 3 ]; do sleep 0.05; done
   rm -rf /mnt/b/.o.fse-partial 2>/dev/null
   wait $!
   code=$?
-  [ $code = 0 ] || rm -rf /mnt/a/.o.fse-partial
-  case $code in 0) check "staging removed by another client ($1)" 0 0 $GOLDEN/padded /mnt/a/o ;; *)
-    [ ! -e /mnt/a/o ] || code="$code and an output"
+  [ $code = 0 ] || rm -rf /mnt/disk/.o.fse-partial
+  case $code in 0) check "staging removed by another client ($1)" 0 0 $GOLDEN/padded /mnt/disk/o ;; *)
+    [ ! -e /mnt/disk/o ] || code="$code and an output"
     check "staging removed by another client ($1)" 4 "$code" ;;
   esac
-  rm -rf /mnt/a/o
 }
 
 serve
 for version in 4.2 3; do
-  [ $version = 3 ] && share=/mnt/disk || share=/
   at=/mnt/a
-  mount -t nfs -o vers=$version,nosharecache 127.0.0.1:$share $at
+  mount_nfs $version $at
   rm -rf $at/s
   cp -r "$SOURCE" $at/s
   every_command
   killed
   umount $at
 done
+at=/mnt/disk # where trials of two clients are looked at: a client answers from memory for seconds
 for pair in "4.2 3" "4.2 4.2" "3 3"; do
   version=${pair% *}
-  for place in a b; do
-    [ $place = a ] && v=${pair% *} || v=${pair#* }
-    [ $v = 3 ] && share=/mnt/disk || share=/
-    mount -t nfs -o vers=$v,nosharecache 127.0.0.1:$share /mnt/$place
+  for trial in two two two removed removed removed; do
+    mount_nfs ${pair% *} /mnt/a
+    mount_nfs ${pair#* } /mnt/b
+    $trial "$pair"
+    umount /mnt/a /mnt/b
+    rm -rf /mnt/disk/o
   done
-  for again in 1 2 3; do two "$pair"; done
-  for again in 1 2 3; do removed "$pair"; done
-  umount /mnt/a /mnt/b
 done
 echo "nfs: end"
 sync
