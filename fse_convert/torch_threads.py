@@ -1,4 +1,4 @@
-"""torch on one thread, with memory that it gets back, and its import beside other work."""
+"""torch: whether it is there, its import beside other work, on one thread, with memory that it gets back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def one_torch_thread() -> Iterator[None]:
         if not _users:
             _before = torch.get_num_threads()
             torch.set_num_threads(1)
-            _keep_freed_memory()
         _users += 1
     try:
         yield
@@ -49,19 +48,28 @@ def one_torch_thread() -> Iterator[None]:
                 torch.set_num_threads(_before)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let the next tensors have the memory of the last ones: new pages for each take up to ten times as long as computing it.
 
-    glibc would return the top of its heap to the system after every chunk. Other libraries are left alone.
+    glibc would return the top of its heap to the system after every chunk. Other libraries are left alone. For good, and for the
+    whole process: it is the command line's to call, not a library's.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             mallopt(parameter, KEPT)
 
 
+def has_torch() -> bool:
+    """Tell whether torch is installed."""
+    try:
+        return find_spec("torch") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def need_torch() -> None:
     """Raise ImportError where torch is not installed, before anything is begun that needs it."""
-    if find_spec("torch") is None:
+    if not has_torch():
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
 

@@ -1,28 +1,24 @@
-"""torch with memory that it gets back."""
+"""The memory allocator as torch needs it."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ctypes
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
-PROGRAM = """
-import resource, torch
-from fse_convert.torch_threads import one_torch_thread
+from fse_convert.torch_threads import KEPT, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 
-def chunk():
-    tensors = [torch.zeros(1 << 21, dtype=torch.uint8) for _ in range(5)]
-
-with one_torch_thread():
-    for _ in range(4):
-        chunk()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        chunk()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
+if TYPE_CHECKING:
+    import pytest
 
 
-def test_tensors_of_the_next_chunk_get_the_memory_of_the_last() -> None:
-    """In a fresh process: what others have freed before decides what glibc keeps."""
-    pages = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True).stdout
-    assert int(pages) < 500  # a chunk has 2560
+def test_glibc_keeps_what_tensors_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[int, int] = {}
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=told.__setitem__))
+    keep_freed_memory()
+    assert told == {M_TRIM_THRESHOLD: KEPT, M_MMAP_THRESHOLD: KEPT}
+
+
+def test_another_libc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+    keep_freed_memory()

@@ -27,6 +27,7 @@ from fse_convert.output.copying import Link
 from fse_convert.output.staging import Staging
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.report.log import Log
+from fse_convert.torch_threads import keep_freed_memory
 from fse_convert.verification.findings import Level
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ def convert(
     found = "" if restart else job.kept()
     if found:
         log.note(Problem("resuming", f"{found} are there from an earlier run; their content is checked", str(Staging(out).root)))
+    keep_freed_memory()
     with interruptible(out, job.kept), progress(job.workload(), log) as observe:
         result = job.run(observe)
     if as_json:

@@ -10,6 +10,7 @@ from fse_convert.cli.app import cli
 from fse_convert.cli.options import CHECKPOINT, FOLDER, json_option, local, log_options
 from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.report.log import Log
+from fse_convert.torch_threads import keep_freed_memory
 from fse_convert.verification.findings import Level, Sample
 
 
@@ -71,6 +72,7 @@ def verify(
     part = None if sample is None else Sample(sample) if seed is None else Sample(sample, seed)
     folder = local(source, log) if source else None
     check = Check(out=out, source=folder, level=Level(level) if level else None, sample=part, device=device, strict=strict)
+    keep_freed_memory()
     with progress(check.workload(), log) as observe:
         proof = prove_again(check, observe)
     for left in left_behind(out):

@@ -39,10 +39,11 @@ from fse_convert.plan.notes import notes, refusal
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import open_source
+from fse_convert.plan.tensors import Recoded
 from fse_convert.progress import Event, Observer, Phase, Work, ignore
 from fse_convert.sidecar.manifest import Manifest, sealed
 from fse_convert.sidecar.tensors import LAYOUT, LAYOUT_VERSION
-from fse_convert.torch_threads import import_beside, need_torch
+from fse_convert.torch_threads import has_torch, import_beside, need_torch
 from fse_convert.verification.findings import Level
 from fse_convert.verification.work import computed_work
 
@@ -174,12 +175,15 @@ class Conversion:
 
     @cached_property
     def notes(self) -> tuple[Problem, ...]:
-        """What to know before any work; where formats change, also what the scales alone tell of whether they can, but in a part.
+        """What to know before any work; where formats change, also what the scales alone tell of whether they can.
+
+        Not so in a part, and where torch is missing, which the change needs.
 
         Raises InvalidCheckpoint for a scale that the other format cannot hold, EnvironmentFailure.
         """
         found = notes(self.plan)
-        if self.plan.decision.changes and not self.request.part:
+        recodes = any(isinstance(t.change, Recoded) for shard in self.plan.shards for t in shard.tensors)
+        if recodes and has_torch() and not self.request.part:
             from fse_convert.conversion.exact_fp8 import fit_note
 
             with environment(self.request.source):

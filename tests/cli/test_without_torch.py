@@ -47,6 +47,7 @@ def run_without(made: Callable[..., Path], converted: Callable[..., Path], tmp_p
         (("explain", "nan"), 0),
         (("convert", "CHECKPOINT", "NEW", "--target", "vllm-0.30", "--dry-run"), 0),
         (("convert", "CHECKPOINT", "NEW", "--target", "vllm-0.30", "--verify", "none"), 0),
+        (("convert", "CHECKPOINT", "NEW", "--routed", "fp8", "--dry-run"), 0),
         (("card", "OUTPUT"), 0),
         (("doctor",), 0),
         (("--version", "-v"), 0),
