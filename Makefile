@@ -4,6 +4,7 @@ VENV ?= .venv
 # The torch that development and CI use. Any torch >= 2.7 works: make demo TORCH=torch
 TORCH ?= torch==2.13.0
 DEMO ?= demo
+NFS := $(VENV)/nfs
 # The folder outside of the checkout where `make release-check` tries a release
 RELEASE ?= /tmp/fse-convert-release
 # What `make test-lowest` runs, and how long `make fuzz` spends on each of its seven targets and `make statemachine` in all
@@ -15,7 +16,7 @@ BENCH ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test fast test-lowest lint format release-check peers gpu-check powercut statemachine mutations fuzz docs bench clean
+.PHONY: help demo test fast test-lowest lint format release-check peers gpu-check powercut nfs statemachine mutations fuzz docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -78,6 +79,12 @@ peers: $(VENV)/dev ## the published vLLM, SGLang and DeepGEMM code against ours,
 
 gpu-check: $(VENV)/dev ## what needs a CUDA device; says what it needs when there is none
 	$(PYTEST) -m gpu -rs
+
+nfs: $(VENV)/installed ## every command over NFS 4.2 and 3, alone and beside a second client; needs root and user-mode-linux
+	rm -rf $(NFS)
+	$(BIN)/python -m fse_convert.testing $(NFS) --kind v4.1-flash --layers 3 --mtp 1 --experts 8 --hidden 512 --width 384
+	tests/filesystems/nfs/run.sh $(BIN)/fse-convert $(NFS)
+	rm -rf $(NFS)
 
 powercut: $(VENV)/dev ## 200 power cuts of convert, --overwrite and restore on ext4, XFS and Btrfs; needs root
 	FSE_CUTS=200 $(PYTEST) -n auto -m filesystems tests/filesystems/test_power_cuts.py -rs
