@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "servers": {"layout", "checkpoint", "model"},
     "restoration": {"layout", "checkpoint", "output", "sidecar"},
     "plan": {"layout", "checkpoint", "model", "sidecar", "servers"},
-    "serving": {"layout", "checkpoint", "output", "sidecar", "servers"},
+    "serving": {"layout", "checkpoint", "output", "sidecar", "model", "servers"},
     "inspection": {"checkpoint", "model", "servers", "plan"},
     "verification": {"checkpoint", "model", "sidecar", "output", "servers", "plan"},
     "conversion": {"layout", "checkpoint", "output", "model", "sidecar", "plan", "verification"},

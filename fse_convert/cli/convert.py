@@ -27,7 +27,6 @@ from fse_convert.output.copying import Link
 from fse_convert.output.staging import Staging
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.report.log import Log
-from fse_convert.torch_threads import keep_freed_memory
 from fse_convert.verification.findings import Level
 
 if TYPE_CHECKING:
@@ -127,6 +126,7 @@ def convert(
     from fse_convert.report.records import conversion_record, dump, plan_record
     from fse_convert.servers.judge import find_any
     from fse_convert.servers.targets import CONTRACT
+    from fse_convert.torch_threads import keep_freed_memory
 
     _check_parts(part, ray, restart=restart)
     named = ctx.get_parameter_source("target") is not click.core.ParameterSource.DEFAULT

@@ -10,7 +10,6 @@ from fse_convert.cli.app import cli
 from fse_convert.cli.options import CHECKPOINT, FOLDER, json_option, local, log_options
 from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.report.log import Log
-from fse_convert.torch_threads import keep_freed_memory
 from fse_convert.verification.findings import Level, Sample
 
 
@@ -63,6 +62,7 @@ def verify(
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import dump, verify_record
+    from fse_convert.torch_threads import keep_freed_memory
     from fse_convert.verification.proof import Check
     from fse_convert.verification.proof import verify as prove_again
 

@@ -200,11 +200,37 @@ def _unchecked_glm(s: Situation) -> bool:
     return glm and _is(s.routed, MXFP4) and _is(s.shared, PLAIN)
 
 
+def _unstated(s: Situation) -> bool:
+    """Tell it of slots and AITER; of the native path `fse_convert.servers.native.config_verdict` does."""
+    asks = s.own.fused and not isinstance(s.target, Target)
+    return asks and not s.subject.quantization.quantized and not all(_is(group, PLAIN) for group in s.layer.groups)
+
+
+def _scales_expected(s: Situation) -> bool:
+    stale = any(c.code == "quantization-stale" for c in s.subject.description.conflicts)
+    return stale and s.own.fused and (s.question is None or s.one_format) and any(_is(group, PLAIN) for group in s.layer.groups)
+
+
 V4_TYPES = ("deepseek_v4", "deepseek_v41")
 SEEING = next(name for name, row in RELEASES.items() if row.v41_class_checked)
 """The first release whose check knows the class that vLLM gives DeepSeek-V4 on ROCm."""
 
 HAZARDS: tuple[Hazard, ...] = (
+    Hazard(
+        "quantization-unstated",
+        "builds unquantised experts where the config names no quantisation method: the load fails, or codes are taken for values",
+        "write the quantization_config that belongs to these weights",
+        "vLLM 0.33 model_executor/layers/fused_moe/routed_experts.py, SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py:"
+        " without a quantisation method the parameters have the model's dtype and no scales",
+        _unstated,
+    ),
+    Hazard(
+        "scales-expected",
+        "builds quantised experts, as the config says, and finds no scales for these: the load fails, or values are wrong",
+        "list these experts among the modules that the quantisation leaves out",
+        "vLLM 0.33 and SGLang 0.5.23 layers/quantization/fp8.py: parameters of scales are made by the config",
+        _scales_expected,
+    ),
     Hazard(
         "expert-dtype-unread",
         "builds routed experts by the expert_dtype that it reads, which is not how they are stored: the load fails",

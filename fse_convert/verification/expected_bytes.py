@@ -86,7 +86,9 @@ def _computed_rows(held: Holds, source: SourceTensors, tiles: TileScales) -> Row
         return _padded_rows(held, source)
     if isinstance(held, Recoded):
         return recoded_rows(held, source, tiles)
-    return _kernel_rows(held.name, held.shared, source) if isinstance(held, Computed) else None
+    if held is None or isinstance(held, TensorInfo):
+        return None
+    return _kernel_rows(held.name, held.shared, source)
 
 
 def _follows(last: TensorInfo, t: TensorInfo, same: Mapping[str, TensorInfo]) -> bool:

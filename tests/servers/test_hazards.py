@@ -32,6 +32,8 @@ EVERY = [*AITER, *FHMOE]
 UNREAD = [*EVERY, "vllm-0.33-aiter-mega"]
 SLOTS = [f"sglang-0.5.{patch}-slots" for patch in range(20, 24)]
 
+ALL_SLOTS = dict.fromkeys([*SLOTS, "atom"], "xxx")
+
 
 def fp8(routed: str, shared: str = "", **config: Any) -> Model:
     """DeepSeek-V4 with FP8 experts, which says so."""
@@ -65,6 +67,20 @@ QUARKS_NAMES = replace(NATIVE_FP4, routed="mxfp4-u8", shared="mxfp4-u8")
 REGULAR = {r"re:mtp\.0\.ffn\.shared_experts\..*": FP8_SPEC}
 SHARED_NAMES = [f"{layer}.ffn.shared_experts.w{n}" for layer in ("layers.0", "layers.1", "mtp.0") for n in (1, 2, 3)]
 CASES: list[tuple[str, Model, str, dict[str, str]]] = [
+    (
+        "FP8 experts, no quantisation stated",
+        fp8("fp8-128-f32-scale", quantization_config=None),
+        "quantization-unstated",
+        ALL_SLOTS | dict.fromkeys(AITER, "xxx"),
+    ),
+    ("BF16 experts, none stated", Model(routed="bf16", shared="bf16"), "quantization-unstated", {}),
+    (
+        "BF16 experts of an FP8 config",
+        Model(routed="bf16", shared="bf16", config={"quantization_config": FP8}),
+        "scales-expected",
+        ALL_SLOTS | dict.fromkeys([*AITER[1:4], "vllm-0.33-aiter-mega"], "xxx"),
+    ),
+    ("FP8 experts of an FP8 config", fp8("fp8-128-f32-scale"), "scales-expected", {}),
     ("FP8 experts with E8M0 scales", fp8("fp8-128"), "fp8-e8m0-scales", dict.fromkeys(EVERY, "xxx")),
     ("FP8 experts with E8M0 scales as bytes", fp8("fp8-32-u8"), "fp8-e8m0-scales", dict.fromkeys(EVERY, "xxx")),
     ("FP8 experts with F32 scales", fp8("fp8-128-f32-scale"), "fp8-e8m0-scales", {}),

@@ -176,7 +176,7 @@ def test_layers_without_a_shared_expert_and_models_without_experts() -> None:
     ("model", "sglang", "atom"),
     [
         (Model(shared="fp8-32"), "fused", "slot-format"),
-        (Model(routed="mxfp4-u8", shared="mxfp4-u8"), "fused", "fused"),
+        (Model(routed="mxfp4-u8", shared="mxfp4-u8", config={"quantization_config": {"quant_method": "mxfp4"}}), "fused", "fused"),
         (Model(routed="fp8-128", shared="fp8-128"), "fused", "fused"),
         (Model(shared="bf16"), "slot-format", "slot-format"),
         (Model(n_shared=2), "slot-shared-count", "slot-shared-count"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,28 @@ def test_quark_scales_with_another_label_are_refused(source: Make) -> None:
         prepare(root)
 
 
-def test_shared_experts_of_mxfp4_under_fp8_are_refused(source: Make) -> None:
+def into_text_config(config: dict[str, Any]) -> None:
+    config["text_config"] = {"quantization_config": config.pop("quantization_config")}
+
+
+def under_another_name(config: dict[str, Any]) -> None:
+    config["compression_config"] = config.pop("quantization_config")
+
+
+def by_another_name(config: dict[str, Any]) -> None:
+    config["quantization_config"]["quant_method"] = "deepseek_v4_fp8"
+
+
+@pytest.mark.parametrize("edit", [lambda _: None, into_text_config, under_another_name, by_another_name])
+def test_shared_experts_of_mxfp4_under_fp8_are_refused(edit: Callable[[dict[str, Any]], None], source: Make) -> None:
+    """Wherever `inspect` finds the method (hazards.py: slot-scale-lost)."""
     root = source("v4-flash", layers=2, stored={"shared": "mxfp4"})
+    edit_config(root, edit)
     with pytest.raises(NotServable, match=r"\[slot-scale-lost\]"):
         prepare(root)
+
+
+def test_without_a_quantisation_nothing_is_dropped(source: Make) -> None:
+    root = source("v4-flash", layers=2, stored={"shared": "mxfp4"})
     edit_config(root, lambda config: config.pop("quantization_config"))
     prepare(root)

@@ -11,6 +11,7 @@ from pathlib import Path
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.reader import Checkpoint, read_checkpoint
 from fse_convert.errors import FseConvertError
+from fse_convert.model.quantization import FP8_METHODS, read_quantization
 from fse_convert.serving.sidecar import refuse
 
 SHARED = re.compile(r".+\.shared_experts?\.[^.]+\.weight")
@@ -25,10 +26,9 @@ def refuse_lost_scales(folder: Path) -> None:
         checkpoint = read_checkpoint(LocalFolder(folder)).checkpoint
     except (FseConvertError, OSError):
         return
-    quantization = checkpoint.config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method == "fp8" and (lost := _shared_mxfp4(checkpoint)):
-        message = f"{lost} is MXFP4, and quant_method fp8 has SGLang drop its scale without a word: its values would be wrong"
+    method = read_quantization(checkpoint.config, checkpoint.quant_config).method
+    if method in FP8_METHODS and (lost := _shared_mxfp4(checkpoint)):
+        message = f"{lost} is MXFP4, and quant_method {method} has SGLang drop its scale without a word: its values would be wrong"
         refuse("slot-scale-lost", message, folder, OFF)
     if method == "quark" and (lost := _typed_scale(checkpoint)):
         message = f"{lost} is labelled F8_E8M0, and SGLang loads U8 alone: it would be skipped without a word"
