@@ -128,7 +128,6 @@ def _without_false_yes(
 ) -> Answer:
     """Replace fused by unknown where a checkpoint is broken, not understood or not described, by unsafe where it would not load."""
     unloadable = tuple(Problem(c.code, str(c), hint=c.hint) for c in conflicts if c.code in LOAD_CONFLICTS)
-    vague = [Problem(c.code, str(c), hint=c.hint) for c in conflicts if c.code == "config-unstated"]
     if broken:
         message = "the checkpoint is broken: what a server makes of it is known once it is mended"
         doubt = because(Outcome.UNKNOWN, "checkpoint-broken", message, "mend what the errors name")
@@ -136,8 +135,6 @@ def _without_false_yes(
         doubt = not_understood(unsupported)
     elif unloadable:
         doubt = Verdict(Outcome.UNSAFE, unloadable)
-    elif vague:
-        doubt = not_understood(vague)
     else:
         return answer
     withdrawn = (Outcome.FUSED, Outcome.UNSAFE) if broken else (Outcome.FUSED,)

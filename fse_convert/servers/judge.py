@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from fse_convert.errors import Problem
+from fse_convert.model.consistency import unstated
 from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
 from fse_convert.servers.hazards import with_hazards
@@ -88,7 +90,18 @@ def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, w
         return with_scales(layer, kernel_verdict(layer, target.contract, target.pairings, widths), checkpoint.scales)
     verdict = native_verdict(layer, target, checkpoint.config, widths)
     verdict = config_verdict(layer, verdict, target.title, checkpoint.quantization)
-    return with_hazards(checkpoint, target, layer, with_scales(layer, verdict, checkpoint.scales, target.title))
+    verdict = with_hazards(checkpoint, target, layer, with_scales(layer, verdict, checkpoint.scales, target.title))
+    return _of_stated_sizes(checkpoint, verdict)
+
+
+def _of_stated_sizes(checkpoint: Subject, verdict: Verdict) -> Verdict:
+    """Take a yes back where config.json does not state the sizes that a server builds the model from."""
+    family = checkpoint.description.family
+    if not (verdict.fused and family):
+        return verdict
+    problems = unstated(family, checkpoint.config, checkpoint.description.n_shared)
+    vague = [Problem(p.code, str(p), hint=p.hint) for p in problems]
+    return not_understood(vague) if vague else verdict
 
 
 def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
@@ -101,15 +114,17 @@ def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
         return _put_together(target, verdicts, whole(verdicts))
     if isinstance(target, SlotTarget):
         own = slot_verdicts(checkpoint, target)
-        verdicts = tuple(with_hazards(checkpoint, target, d, v) for d, v in zip(layers, own, strict=True))
+        judged = (with_hazards(checkpoint, target, d, v) for d, v in zip(layers, own, strict=True))
+        verdicts = tuple(_of_stated_sizes(checkpoint, v) for v in judged)
         needs = slot_needs(target, [d.routed.label for d in layers if d.routed])
         return _put_together(target, verdicts, whole(verdicts), slot_notes(description, target, verdicts), needs)
     question = ask_aiter(checkpoint.config, checkpoint.quant_config, checkpoint.quantization, target)
     if isinstance(question, Verdict):
         return _put_together(target, (question,) * len(layers), question)
     own = tuple(judge_layer(question, d) for d in layers)
-    verdicts = tuple(with_hazards(checkpoint, target, d, v, question) for d, v in zip(layers, own, strict=True))
-    model = _model_with_unsafe_layers(judge_whole(layers, own), verdicts)
+    judged = (with_hazards(checkpoint, target, d, v, question) for d, v in zip(layers, own, strict=True))
+    verdicts = tuple(_of_stated_sizes(checkpoint, v) for v in judged)
+    model = _of_stated_sizes(checkpoint, _model_with_unsafe_layers(judge_whole(layers, own), verdicts))
     needs = ", ".join((target.started_with, *question.conditions))
     return _put_together(target, verdicts, model, notes(question, layers, verdicts), needs)
 

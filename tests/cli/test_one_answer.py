@@ -75,3 +75,16 @@ def test_what_inspect_notes_convert_notes_too(
     assert exit_code == 0
     assert code in conflicts
     assert conflicts <= {n["code"] for n in json.loads(text)["notes"]}
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "n_routed_experts"])
+def test_a_size_that_is_no_integer_is_no_yes_of_a_server_before_or_after(
+    key: str, source: Callable[..., Path], tmp_path: Path, run: Run
+) -> None:
+    root = source("v4-flash", layers=2)
+    edit_config(root, lambda config: config.update({key: str(config[key])}))
+    assert run("inspect", root, "--require", "vllm-0.33")[0] == 1
+    code, _, err = run(root, tmp_path / "out", "--target", "vllm-0.33", "--verify", "none")
+    assert (code, "expected an integer" in err) == (1, True)
+    assert run(root, tmp_path / "out", "--target", "vllm-0.33", "--verify", "none", "--allow-unfused")[0] == 0
+    assert run("inspect", tmp_path / "out", "--require", "vllm-0.33")[0] == 1

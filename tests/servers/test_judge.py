@@ -110,8 +110,11 @@ def test_model_wide_error_of_a_mixed_model() -> None:
     config = {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
+        "n_routed_experts": 1,
         "n_shared_experts": 1,
         "num_hidden_layers": 3,
+        "hidden_size": 512,
+        "moe_intermediate_size": 256,
     }
     config["quantization_config"] = {
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
