@@ -149,9 +149,10 @@ class _Reader:
         of_routed, of_shared = self.understood
         roles = frozenset(self.family.routed_names.values())
         of_experts, of_one = _group(routed, roles, of_routed, problems), _group(shared, roles, of_shared, problems)
+        stated, own = self.block_hint, tuple(filter(None, (layer.shared,)))
         groups = (
-            _stacked(of_experts, (), self._slots(layer), problems) if layer.stacked else of_experts,
-            _stacked(of_one, tuple(filter(None, (layer.shared,))), self._fused(layer), problems) if layer.fused else of_one,
+            _stacked(of_experts, (), self._slots(layer), stated, problems) if layer.stacked else of_experts,
+            _stacked(of_one, own, self._fused(layer), stated, problems) if layer.fused else of_one,
         )
         return LayerDescription(layer, *groups, problems.folded())
 
@@ -180,7 +181,7 @@ class _Reader:
 
     def _formats(self, expert: Expert) -> Formats:
         key = tuple(
-            (role, suffix, info.dtype, info.shape)
+            (role, projection.of, suffix, info.dtype, info.shape)
             for role, projection in expert.projections.items()
             for suffix, info in projection.parts.items()
         )
@@ -190,7 +191,7 @@ class _Reader:
 
     def _format(self, projection: Projection) -> Format | FormatError:
         try:
-            return read_format(projection.parts, self.block_hint)
+            return read_format(projection.parts, self.block_hint).shared_by(projection.of)
         except FormatError as e:
             return e
 
@@ -265,13 +266,21 @@ def _add_odd_stacks(layer: MoELayer, slots: Sequence[Slot], problems: _Problems)
         problems.add(Problem("expert-shape", message, slot.info.name, INCOMPLETE))
 
 
-def _stacked(group: ExpertGroup | None, own: tuple[Expert, ...], slots: Sequence[Slot], problems: _Problems) -> ExpertGroup | None:
-    """Return a group of the tensors that hold matrices of experts. ``own``: experts with what they have by themselves."""
+def _stacked(
+    group: ExpertGroup | None,
+    own: tuple[Expert, ...],
+    slots: Sequence[Slot],
+    stated: tuple[int, int] | None,
+    problems: _Problems,
+) -> ExpertGroup | None:
+    """Return a group of the tensors that hold matrices of experts.
+
+    ``own``: experts with what they have by themselves; ``stated``: the FP8 block that the config states.
+    """
     if group is None:
         return None
-    for slot in straddling(slots, group.formats):
-        message = "a block of scales holds rows of gate and of up: padding would cut it"
-        problems.add(Problem("scale-geometry", message, slot.info.name))
+    for slot, message in straddling(slots, group.formats, stated):
+        problems.add(Problem("scale-straddles", message, slot.info.name))
     return replace(group, experts=own, stacked=tuple(slot.stacked(group.formats[slot.stack.roles[-1]]) for slot in slots))
 
 

@@ -26,10 +26,14 @@ class LayerKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One linear map as stored: its tensors by suffix (``weight``, ``scale``, ...)."""
+    """One linear map as stored: its tensors by suffix (``weight``, ``scale``, ...).
+
+    ``of``: how many projections share the rows of these tensors evenly; two where gate and up are one matrix.
+    """
 
     name: str
     parts: Mapping[str, TensorInfo]
+    of: int = 1
 
 
 @dataclass(frozen=True, slots=True)

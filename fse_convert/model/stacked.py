@@ -81,14 +81,12 @@ class Slot:
         return self.stack.transposed and self.suffix not in PACKED and len(self.info.shape) == self.leading + 2
 
     def slice(self) -> TensorInfo:
-        """Return what one expert's projection has of the tensor, as its header would say."""
+        """Return what one expert has of the tensor, as its header would say: gate and up together where they are one matrix."""
         shape = self.info.shape[self.leading :]
         if self.part in SCALARS or not shape:
             return self.info._replace(shape=shape)
         rows, *columns = shape[::-1] if self.transposed else shape
-        n = len(self.stack.roles)
-        columns = [prod(columns)] if columns else []
-        return self.info._replace(shape=(rows // n if rows % n == 0 else rows, *columns))
+        return self.info._replace(shape=(rows, prod(columns)) if columns else (rows,))
 
     def stacked(self, f: Format) -> Stacked:
         """Return how it grows, given the format of its projections."""
@@ -126,19 +124,23 @@ def _dimensions(part: str, suffix: str) -> tuple[int, int]:
 def single(name: str, slots: Iterable[Slot]) -> Expert:
     """Return one expert with its share of every tensor but biases, which no format knows."""
     parts: dict[Role, dict[str, TensorInfo]] = {}
-    names: dict[Role, str] = {}
+    whole: dict[Role, tuple[str, int]] = {}
     for slot in slots:
         for role in slot.stack.roles if slot.part != BIAS else ():
             parts.setdefault(role, {})[slot.part] = slot.slice()
-            names[role] = slot.info.name.removesuffix(slot.suffix)
-    return Expert(name, {role: Projection(names[role], parts[role]) for role in Role if role in parts})
+            whole[role] = slot.info.name.removesuffix(slot.suffix), len(slot.stack.roles)
+    return Expert(name, {role: Projection(whole[role][0], parts[role], whole[role][1]) for role in Role if role in parts})
 
 
-def straddling(slots: Iterable[Slot], formats: Mapping[Role, Format]) -> Iterator[Slot]:
-    """Yield scales of which one block may hold rows of gate and of up, or of two experts: padding would cut it."""
+def straddling(slots: Iterable[Slot], formats: Mapping[Role, Format], stated: tuple[int, int] | None) -> Iterator[tuple[Slot, str]]:
+    """Yield scales of which one block holds rows of gate and of up, or may hold them, and why: padding would cut it.
+
+    ``stated``: the block that the config states. One told from shapes may be another where the last block is a partial one.
+    """
     for slot in slots:
         f = formats[slot.stack.roles[-1]]
-        if slot.part == f.scale and f.block and len(slot.stack.roles) > 1:
-            rows = f.block[0]
-            if rows > 1 and (slot.stack.interleaved or f.shape[0] % rows):
-                yield slot
+        if slot.part == f.scale and f.block and len(slot.stack.roles) > 1 and f.block[0] > 1:
+            if slot.stack.interleaved or f.shape[0] % f.block[0]:
+                yield slot, "a block of scales holds rows of gate and of up: padding would cut it"
+            elif f.block != stated:
+                yield slot, "gate and up are one matrix, and no weight_block_size says which of its rows share a scale"
