@@ -41,6 +41,12 @@ class ExpertGroup:
         return " / ".join(dict.fromkeys(f.label for f in self.formats.values()))
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the matrices of every expert, and of the tensors that hold several matrices."""
+        own = (p.name for expert in self.experts for p in expert.projections.values())
+        return tuple(dict.fromkeys((*own, *(stack.module for stack in self.stacked))))
+
+    @property
     def gate(self) -> Format:
         """The format that tells the experts' kind: of the gate projections, or of up where the experts have no gate."""
         return self.formats.get(Role.GATE, self.formats[Role.UP])

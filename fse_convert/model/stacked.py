@@ -34,12 +34,13 @@ PACKED = ("_blocks", "_scales")
 class Stacked:
     """A stored tensor with the matrices of several experts or projections.
 
-    ``role``: whose width it has, up for gate and up together; ``part``: of a projection. ``axis``: the dimension that grows with
-    the width, cut into ``parts`` of equal size, each of which grows at its own end: two where up stands behind gate. ``tile``: how
-    one projection's share tiles ``[N, K]``; None for what does not grow.
+    ``module``: its name without that of the part. ``role``: whose width it has, up for gate and up together; ``part``: of a
+    projection. ``axis``: the dimension that grows with the width, cut into ``parts`` of equal size, each of which grows at its own
+    end: two where up stands behind gate. ``tile``: how one projection's share tiles ``[N, K]``; None for what does not grow.
     """
 
     info: TensorInfo
+    module: str
     role: Role
     part: str
     axis: int
@@ -76,6 +77,11 @@ class Slot:
         return PARTS[self.suffix]
 
     @property
+    def module(self) -> str:
+        """Its name without that of the part."""
+        return self.info.name.removesuffix(self.suffix)
+
+    @property
     def transposed(self) -> bool:
         """Whether columns stand before rows."""
         return self.stack.transposed and self.suffix not in PACKED and len(self.info.shape) == self.leading + 2
@@ -97,7 +103,15 @@ class Slot:
             tile = Tile(1, 0, element.fill, element.nan)
         across = (role is Role.DOWN) != self.transposed
         parts = 1 if self.stack.interleaved else len(self.stack.roles)
-        return Stacked(self.info, role, self.part, self.leading + across, parts, tile)
+        return Stacked(
+            info=self.info,
+            module=self.module,
+            role=role,
+            part=self.part,
+            axis=self.leading + across,
+            parts=parts,
+            tile=tile,
+        )
 
 
 def place(stacks: Iterable[Stack], tail: str, info: TensorInfo, leading: int) -> Slot | None:
@@ -128,7 +142,7 @@ def single(name: str, slots: Iterable[Slot]) -> Expert:
     for slot in slots:
         for role in slot.stack.roles if slot.part != BIAS else ():
             parts.setdefault(role, {})[slot.part] = slot.slice()
-            whole[role] = slot.info.name.removesuffix(slot.suffix), len(slot.stack.roles)
+            whole[role] = slot.module, len(slot.stack.roles)
     return Expert(name, {role: Projection(whole[role][0], parts[role], whole[role][1]) for role in Role if role in parts})
 
 
