@@ -5,7 +5,7 @@ A slice of such a tensor is described as a projection of its own, so that format
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -144,6 +144,16 @@ def single(name: str, slots: Iterable[Slot]) -> Expert:
             parts.setdefault(role, {})[slot.part] = slot.slice()
             whole[role] = slot.module, len(slot.stack.roles)
     return Expert(name, {role: Projection(whole[role][0], parts[role], whole[role][1]) for role in Role if role in parts})
+
+
+def repeated(slots: Iterable[Slot], own: Collection[Role] = ()) -> Iterator[Slot]:
+    """Yield tensors that hold what another one holds too. ``own``: projections that are stored by themselves."""
+    seen: set[tuple[Role, str]] = set()
+    for slot in slots:
+        held = {(role, slot.part) for role in slot.stack.roles}
+        if seen & held or any(role in own for role in slot.stack.roles):
+            yield slot
+        seen |= held
 
 
 def straddling(slots: Iterable[Slot], formats: Mapping[Role, Format], stated: tuple[int, int] | None) -> Iterator[tuple[Slot, str]]:

@@ -147,3 +147,21 @@ def test_scales_of_a_row_or_of_a_whole_matrix_hold_gate_and_up_apart(dtype: str,
             tensors[name] = (dtype, shape)
 
     assert codes(described(case_named("L1 FP8"), edit, quantization_config={"quant_method": "fp8"})) == []
+
+
+SHARED = "model.layers.0.mlp.shared_experts."
+
+
+@pytest.mark.parametrize(
+    ("name", "added", "shape"),
+    [
+        ("L1 FP8", f"{SHARED}linear_gate.weight", (96, 64)),
+        ("L1 Qwen3.5", f"{AT}gate_up_proj.weight", (EXPERTS, 66, 64)),
+        ("L3 BF16", f"{AT}gate_up_proj.bias", (EXPERTS, 66)),
+        ("L1 MiniMax-M3", f"{SHARED}up_proj.weight", (33, 64)),
+    ],
+)
+def test_a_projection_under_two_names_is_told(name: str, added: str, shape: tuple[int, ...]) -> None:
+    found = described(case_named(name), lambda tensors: tensors.update({added: ("BF16", shape)}))
+    assert codes(found) == ["part-ambiguous"]
+    assert all(problem.where.startswith("model.layers.0.mlp.") for problem in found.problems)
