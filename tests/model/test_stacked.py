@@ -165,3 +165,19 @@ def test_a_projection_under_two_names_is_told(name: str, added: str, shape: tupl
     found = described(case_named(name), lambda tensors: tensors.update({added: ("BF16", shape)}))
     assert codes(found) == ["part-ambiguous"]
     assert all(problem.where.startswith("model.layers.0.mlp.") for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("L1 MiniMax-M3", ["mlp.experts", *(f"model.layers.{i}.mlp.shared_experts.gate_up_proj" for i in range(LAYERS))]),
+        ("L1 Granite", ["block_sparse_moe.input_linear", "re:.*shared_mlp.input_linear"]),
+    ],
+)
+def test_exclusions_name_stacks_too(name: str, entries: list[str]) -> None:
+    """All experts are unquantised and excluded by the names of their stacks; nothing is stale."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [32, 32], "ignored_layers": entries}
+    assert described(case_named(name), quantization_config=quantization).conflicts == ()
+    stored = described(case_named(f"{name} FP8"), quantization_config=quantization).conflicts
+    assert [c.code for c in stored] == ["quantization-excluded"] * 2
+    assert all(sum(entry in c.hint for c in stored) == 1 for entry in entries)
