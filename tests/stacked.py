@@ -224,6 +224,37 @@ CASES = (
         fused=("gate_up_proj", "down_proj"),
         config={**EITHER, "n_shared_experts": 1, "shared_intermediate_size": "WIDTH"},
     ),
+    *(
+        Case(
+            f"L1 Granite {name}",
+            "granitemoehybrid",
+            "model.layers.{}.block_sparse_moe",
+            concatenated,
+            ("input_linear", "output_linear"),
+            parts,
+            width=96,
+            padded=128,
+            shared="LAYER.shared_mlp",
+            fused=("input_linear", "output_linear"),
+            config={**EITHER, "shared_intermediate_size": "WIDTH", **FP8_CONFIG},
+        )
+        for name, parts in (("FP8", with_weight(FP8)), ("FP8 E8M0", E8M0))
+    ),
+    *(
+        Case(
+            f"L1 MiniMax-M3 {name}",
+            "minimax_m3_text",
+            MLP,
+            concatenated,
+            parts=parts,
+            width=96,
+            padded=128,
+            shared="BLOCK.shared_experts",
+            fused=("gate_up_proj", "down_proj"),
+            config={**EITHER, "n_shared_experts": 1, "shared_intermediate_size": "WIDTH", **FP8_CONFIG},
+        )
+        for name, parts in (("FP8", FP8), ("FP8 E8M0", E8M0))
+    ),
     Case("L2 Llama 4", "llama4_text", "model.layers.{}.feed_forward", transposed, shared="BLOCK.shared_expert", config=EITHER),
     Case(
         "L2 square",  # 2 x width is the hidden size: the shapes do not tell which is which

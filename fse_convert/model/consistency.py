@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
@@ -150,31 +151,37 @@ def _method_conflicts(quantization: Quantization, layers: Sequence[LayerDescript
 
 def _exclusion_conflicts(quantization: Quantization, what: str, groups: Sequence[tuple[str, ExpertGroup]]) -> Iterator[Problem]:
     """Compare which modules a method leaves out with which are stored unquantised."""
-    stale = [(name, group) for name, group in groups if _plain(group) and not covered(quantization.ignore, name)]
+    stale = [(name, group) for name, group in groups if _plain(group) and not covered(quantization.ignore, name, _modules(group))]
     if stale:
         where, group = stale[0]
         stored = f"{what} are stored as {group.label} in {len(stale)} layers and are not excluded"
         message = f"{quantization.source} says {quantization.method}, but {stored}"
         yield Problem("quantization-stale", message, where, "servers would ask for scales")
     if quantization.method in FP8_METHODS and quantization.moe_quant_algo is None:
-        kept = [name for name, group in groups if not _plain(group) and covered(quantization.ignore, name)]
+        kept = {n: group for n, group in groups if not _plain(group) and covered(quantization.ignore, n, _modules(group))}
         if kept:
-            entries = [entry for entry in quantization.ignore if any(covered([entry], name) for name in kept)]
+            entries = [e for e in quantization.ignore if any(covered([e], n, _modules(group)) for n, group in kept.items())]
             message = f"{quantization.ignore_key} excludes {what} of {len(kept)} layers, which are stored quantised"
             hint = f"servers that match these entries load them as unquantised: remove {some(entries)}"
-            yield Problem("quantization-excluded", message, kept[0], hint)
+            yield Problem("quantization-excluded", message, next(iter(kept)), hint)
 
 
 def _plain(group: ExpertGroup) -> bool:
     return all(f.kind is StorageKind.PLAIN for f in group.formats.values())
 
 
-def covered(entries: Sequence[str], name: str) -> bool:
+def _modules(group: ExpertGroup) -> tuple[str, ...]:
+    """Name the matrices of the first expert, and the stacks."""
+    return replace(group, experts=group.experts[:1]).modules
+
+
+def covered(entries: Sequence[str], name: str, modules: Iterable[str] = ()) -> bool:
     """Tell whether some entry of an exclusion list may mean a module: by name, prefix, shell pattern or ``re:`` expression.
 
-    Wider than any one server's matching, so that nothing is called stale which some server would exclude.
+    ``modules``: names of modules below it, beside those that most families have. Wider than any one server's matching, so that
+    nothing is called stale which some server would exclude.
     """
-    names = (name, f"model.{name}", f"{name}.gate_proj", f"{name}.w1", f"{name}.0.w1", f"{name}.0.gate_proj")
+    names = (name, f"model.{name}", f"{name}.gate_proj", f"{name}.w1", f"{name}.0.w1", f"{name}.0.gate_proj", *modules)
     return any(_means(entry, names) for entry in entries)
 
 

@@ -23,13 +23,14 @@ from fse_convert.model.grouping import EXPERT_MODULE, Grouping, group_layers, se
 from fse_convert.model.moe import Expert, MoELayer, Projection, Role
 from fse_convert.model.quantization import Quantization
 from fse_convert.model.resemblance import resembling
-from fse_convert.model.stacked import Slot, place, single, straddling
+from fse_convert.model.stacked import Slot, place, repeated, single, straddling
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
 CONVERT_ORIGINAL = "convert the original checkpoint"
 NO_MATRIX = "adapters, biases, and projections fused into one matrix are not supported"
 ODD = "the other experts are understood, so this tensor is likely damaged: download or export its shard again"
+TWO_NAMES = "find out which of them is right, and take the other out"
 TWICE = "servers load whichever they read last: export the model again, with each layer once"
 
 
@@ -140,6 +141,10 @@ class _Reader:
         _add_odd_stacks(layer, self._slots(layer), problems)
         for name in layer.unknown:
             problems.add(Problem("expert-unknown", "an expert tensor that is not understood", name, NO_MATRIX))
+        own = layer.shared.projections if layer.shared else {}
+        again = (*repeated(self._slots(layer)), *repeated(self._fused(layer), own))
+        for name in (*layer.doubled, *(slot.info.name for slot in again)):
+            problems.add(Problem("part-ambiguous", "a projection that is there under another name too", name, TWO_NAMES))
         missing = _missing_experts(layer)
         if missing:
             message = f"no routed expert {some(map(str, missing))}"
@@ -149,9 +154,10 @@ class _Reader:
         of_routed, of_shared = self.understood
         roles = frozenset(self.family.routed_names.values())
         of_experts, of_one = _group(routed, roles, of_routed, problems), _group(shared, roles, of_shared, problems)
+        stated, of_own = self.block_hint, tuple(filter(None, (layer.shared,)))
         groups = (
-            _stacked(of_experts, (), self._slots(layer), problems) if layer.stacked else of_experts,
-            _stacked(of_one, tuple(filter(None, (layer.shared,))), self._fused(layer), problems) if layer.fused else of_one,
+            _stacked(of_experts, (), self._slots(layer), stated, problems) if layer.stacked else of_experts,
+            _stacked(of_one, of_own, self._fused(layer), stated, problems) if layer.fused else of_one,
         )
         return LayerDescription(layer, *groups, problems.folded())
 
@@ -180,7 +186,7 @@ class _Reader:
 
     def _formats(self, expert: Expert) -> Formats:
         key = tuple(
-            (role, suffix, info.dtype, info.shape)
+            (role, projection.of, suffix, info.dtype, info.shape)
             for role, projection in expert.projections.items()
             for suffix, info in projection.parts.items()
         )
@@ -190,7 +196,7 @@ class _Reader:
 
     def _format(self, projection: Projection) -> Format | FormatError:
         try:
-            return read_format(projection.parts, self.block_hint)
+            return read_format(projection.parts, self.block_hint).shared_by(projection.of)
         except FormatError as e:
             return e
 
@@ -265,13 +271,21 @@ def _add_odd_stacks(layer: MoELayer, slots: Sequence[Slot], problems: _Problems)
         problems.add(Problem("expert-shape", message, slot.info.name, INCOMPLETE))
 
 
-def _stacked(group: ExpertGroup | None, own: tuple[Expert, ...], slots: Sequence[Slot], problems: _Problems) -> ExpertGroup | None:
-    """Return a group of the tensors that hold matrices of experts. ``own``: experts with what they have by themselves."""
+def _stacked(
+    group: ExpertGroup | None,
+    own: tuple[Expert, ...],
+    slots: Sequence[Slot],
+    stated: tuple[int, int] | None,
+    problems: _Problems,
+) -> ExpertGroup | None:
+    """Return a group of the tensors that hold matrices of experts.
+
+    ``own``: experts with what they have by themselves; ``stated``: the FP8 block that the config states.
+    """
     if group is None:
         return None
-    for slot in straddling(slots, group.formats):
-        message = "a block of scales holds rows of gate and of up: padding would cut it"
-        problems.add(Problem("scale-geometry", message, slot.info.name))
+    for slot, message in straddling(slots, group.formats, stated):
+        problems.add(Problem("scale-straddles", message, slot.info.name))
     return replace(group, experts=own, stacked=tuple(slot.stacked(group.formats[slot.stack.roles[-1]]) for slot in slots))
 
 

@@ -17,7 +17,7 @@ from fse_convert.model.stacked import Stacked
 STACKED = "experts-stacked"
 NOT_UNDERSTOOD = frozenset({
     STACKED, "expert-unknown", "expert-outside", "experts-differ", "dtype-unsupported", "weight-shape",
-    "part-ambiguous", "part-unknown", "format-unknown", "scale-dtype",
+    "part-ambiguous", "part-unknown", "format-unknown", "scale-dtype", "scale-straddles",
 })  # fmt: skip
 """Codes of problems with a checkpoint that is whole, but of a kind that is not supported; all others mean that it is broken."""
 
@@ -39,6 +39,12 @@ class ExpertGroup:
     def label(self) -> str:
         """The storage format in a few words."""
         return " / ".join(dict.fromkeys(f.label for f in self.formats.values()))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the matrices of every expert, and of the tensors that hold several matrices."""
+        own = (p.name for expert in self.experts for p in expert.projections.values())
+        return tuple(dict.fromkeys((*own, *(stack.module for stack in self.stacked))))
 
     @property
     def gate(self) -> Format:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
@@ -161,6 +161,11 @@ class Format:
     def at(self, role: Role, width: int) -> tuple[int, int]:
         """Return the ``[N, K]`` of a projection whose expert is so wide."""
         return (self.shape[0], width) if role is Role.DOWN else (width, self.shape[1])
+
+    def shared_by(self, projections: int) -> Format:
+        """Return the format of one of several projections that share its rows evenly; itself where the rows cannot be shared so."""
+        rows, columns = self.shape
+        return self if rows % projections else replace(self, shape=(rows // projections, columns))
 
     @property
     def same_storage(self) -> tuple[object, ...]:

@@ -240,9 +240,22 @@ class _Grouper:
         experts = ((int(e), parts) for e, parts in b.routed.items())
         routed = tuple(_expert(f"{b.name}.experts.{e}", parts, names) for e, parts in sorted(experts, key=lambda pair: pair[0]))
         shared = _expert(b.shared_name, b.shared, shared_names) if b.shared or b.fused else None
+        kept = {p.name for p in shared.projections.values()} if shared else set()
+        doubled = tuple(name for name in (f"{b.shared_name}.{p}" for p in b.shared) if name not in kept)
         unknown = sorted(b.unknown, key=natural_key)
         stacked, fused = (sorted(found, key=lambda t: natural_key(t.name)) for found in (b.stacked, b.fused))
-        return MoELayer(b.name, kind, index, routed, shared, b.gate, tuple(unknown), tuple(stacked), tuple(fused))
+        return MoELayer(
+            name=b.name,
+            kind=kind,
+            index=index,
+            routed=routed,
+            shared=shared,
+            gate_tensor=b.gate,
+            unknown=tuple(unknown),
+            stacked=tuple(stacked),
+            fused=tuple(fused),
+            doubled=doubled,
+        )
 
 
 def _is_part(suffix: str) -> bool:

@@ -26,10 +26,14 @@ class LayerKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One linear map as stored: its tensors by suffix (``weight``, ``scale``, ...)."""
+    """One linear map as stored: its tensors by suffix (``weight``, ``scale``, ...).
+
+    ``of``: how many projections share the rows of these tensors evenly; two where gate and up are one matrix.
+    """
 
     name: str
     parts: Mapping[str, TensorInfo]
+    of: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ class MoELayer:
     ``name`` is the block's prefix (``layers.3.ffn``), ``index`` its number within its kind. ``routed`` are in expert order;
     ``gate_tensor`` is the shared expert's own gate (Qwen) if there is one; ``unknown`` are expert tensors that no rule
     explains, ``stacked`` those that hold all routed experts of the layer (Llama 4), and ``fused`` the matrices of a shared MLP
-    whose gate and up are one (Granite). ``twins``: other prefixes under which the same layer is there too.
+    whose gate and up are one (Granite). ``twins``: other prefixes under which the same layer is there too. ``doubled``: projections
+    of the shared expert that have another name beside the one that ``shared`` has.
     """
 
     name: str
@@ -60,6 +65,7 @@ class MoELayer:
     stacked: tuple[TensorInfo, ...] = ()
     fused: tuple[TensorInfo, ...] = ()
     twins: tuple[str, ...] = ()
+    doubled: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:

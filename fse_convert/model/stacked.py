@@ -5,7 +5,7 @@ A slice of such a tensor is described as a projection of its own, so that format
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -34,12 +34,13 @@ PACKED = ("_blocks", "_scales")
 class Stacked:
     """A stored tensor with the matrices of several experts or projections.
 
-    ``role``: whose width it has, up for gate and up together; ``part``: of a projection. ``axis``: the dimension that grows with
-    the width, cut into ``parts`` of equal size, each of which grows at its own end: two where up stands behind gate. ``tile``: how
-    one projection's share tiles ``[N, K]``; None for what does not grow.
+    ``module``: its name without that of the part. ``role``: whose width it has, up for gate and up together; ``part``: of a
+    projection. ``axis``: the dimension that grows with the width, cut into ``parts`` of equal size, each of which grows at its own
+    end: two where up stands behind gate. ``tile``: how one projection's share tiles ``[N, K]``; None for what does not grow.
     """
 
     info: TensorInfo
+    module: str
     role: Role
     part: str
     axis: int
@@ -76,19 +77,22 @@ class Slot:
         return PARTS[self.suffix]
 
     @property
+    def module(self) -> str:
+        """Its name without that of the part."""
+        return self.info.name.removesuffix(self.suffix)
+
+    @property
     def transposed(self) -> bool:
         """Whether columns stand before rows."""
         return self.stack.transposed and self.suffix not in PACKED and len(self.info.shape) == self.leading + 2
 
     def slice(self) -> TensorInfo:
-        """Return what one expert's projection has of the tensor, as its header would say."""
+        """Return what one expert has of the tensor, as its header would say: gate and up together where they are one matrix."""
         shape = self.info.shape[self.leading :]
         if self.part in SCALARS or not shape:
             return self.info._replace(shape=shape)
         rows, *columns = shape[::-1] if self.transposed else shape
-        n = len(self.stack.roles)
-        columns = [prod(columns)] if columns else []
-        return self.info._replace(shape=(rows // n if rows % n == 0 else rows, *columns))
+        return self.info._replace(shape=(rows, prod(columns)) if columns else (rows,))
 
     def stacked(self, f: Format) -> Stacked:
         """Return how it grows, given the format of its projections."""
@@ -99,7 +103,15 @@ class Slot:
             tile = Tile(1, 0, element.fill, element.nan)
         across = (role is Role.DOWN) != self.transposed
         parts = 1 if self.stack.interleaved else len(self.stack.roles)
-        return Stacked(self.info, role, self.part, self.leading + across, parts, tile)
+        return Stacked(
+            info=self.info,
+            module=self.module,
+            role=role,
+            part=self.part,
+            axis=self.leading + across,
+            parts=parts,
+            tile=tile,
+        )
 
 
 def place(stacks: Iterable[Stack], tail: str, info: TensorInfo, leading: int) -> Slot | None:
@@ -126,19 +138,33 @@ def _dimensions(part: str, suffix: str) -> tuple[int, int]:
 def single(name: str, slots: Iterable[Slot]) -> Expert:
     """Return one expert with its share of every tensor but biases, which no format knows."""
     parts: dict[Role, dict[str, TensorInfo]] = {}
-    names: dict[Role, str] = {}
+    whole: dict[Role, tuple[str, int]] = {}
     for slot in slots:
         for role in slot.stack.roles if slot.part != BIAS else ():
             parts.setdefault(role, {})[slot.part] = slot.slice()
-            names[role] = slot.info.name.removesuffix(slot.suffix)
-    return Expert(name, {role: Projection(names[role], parts[role]) for role in Role if role in parts})
+            whole[role] = slot.module, len(slot.stack.roles)
+    return Expert(name, {role: Projection(whole[role][0], parts[role], whole[role][1]) for role in Role if role in parts})
 
 
-def straddling(slots: Iterable[Slot], formats: Mapping[Role, Format]) -> Iterator[Slot]:
-    """Yield scales of which one block may hold rows of gate and of up, or of two experts: padding would cut it."""
+def repeated(slots: Iterable[Slot], own: Collection[Role] = ()) -> Iterator[Slot]:
+    """Yield tensors that hold what another one holds too. ``own``: projections that are stored by themselves."""
+    seen: set[tuple[Role, str]] = set()
+    for slot in slots:
+        held = {(role, slot.part) for role in slot.stack.roles}
+        if seen & held or any(role in own for role in slot.stack.roles):
+            yield slot
+        seen |= held
+
+
+def straddling(slots: Iterable[Slot], formats: Mapping[Role, Format], stated: tuple[int, int] | None) -> Iterator[tuple[Slot, str]]:
+    """Yield scales of which one block holds rows of gate and of up, or may hold them, and why: padding would cut it.
+
+    ``stated``: the block that the config states. One told from shapes may be another where the last block is a partial one.
+    """
     for slot in slots:
         f = formats[slot.stack.roles[-1]]
-        if slot.part == f.scale and f.block and len(slot.stack.roles) > 1:
-            rows = f.block[0]
-            if rows > 1 and (slot.stack.interleaved or f.shape[0] % rows):
-                yield slot
+        if slot.part == f.scale and f.block and len(slot.stack.roles) > 1 and f.block[0] > 1:
+            if slot.stack.interleaved or f.shape[0] % f.block[0]:
+                yield slot, "a block of scales holds rows of gate and of up: padding would cut it"
+            elif f.block != stated:
+                yield slot, "gate and up are one matrix, and no weight_block_size says which of its rows share a scale"

@@ -175,9 +175,8 @@ def _globbed(s: Situation) -> bool:
     exclude = s.subject.quantization.raw.get("exclude")
     if not (s.by_slots and s.quark and _is(s.shared, PLAIN) and isinstance(exclude, list)):
         return False
-    names = [projection.name for expert in s.shared.experts for projection in expert.projections.values()]
     globs = [entry for entry in exclude if isinstance(entry, str) and "*" in entry]
-    return not _is(s.routed, PLAIN) and any(fnmatchcase(name, entry) for name in names for entry in globs)
+    return not _is(s.routed, PLAIN) and any(fnmatchcase(name, entry) for name in s.shared.modules for entry in globs)
 
 
 def _not_mxfp4(s: Situation) -> bool:

@@ -146,7 +146,7 @@ def _launch_groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] |
         return because(Outcome.UNFUSED, "shared-gated", message)
     if layer.shared.stacked:
         message = "gate and up of the shared expert are one matrix; the kernel layout is made of two"
-        return because(Outcome.UNFUSED, "expert-unknown", message)
+        return because(Outcome.UNFUSED, "shared-one-matrix", message)
     return layer.routed, layer.shared
 
 

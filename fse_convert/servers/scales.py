@@ -52,7 +52,7 @@ def _f32(group: ExpertGroup) -> Iterable[TensorInfo]:
     names = {r: f.scale for r, f in blocks if f.scale}
     if not names:
         return ()
-    of_experts = (e.projections[role].parts[scale] for e in group.experts for role, scale in names.items())
+    of_experts = (p.parts[names[role]] for e in group.experts for role, p in e.projections.items() if role in names)
     return chain(of_experts, (s.info for s in group.stacked if s.part == names.get(s.role)))
 
 

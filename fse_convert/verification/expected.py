@@ -1,7 +1,8 @@
 """What an output must hold, derived from the source, its widths, and the names of the changes of format.
 
-Verdicts, widths and which changes are made are the plan's. Names, shapes, padding, edits of widths and headers are worked out here
-a second time, on purpose without the planner's and the writer's code: a mistake there shows as a mismatch.
+Verdicts, widths and which changes are made are the plan's, storage formats the description's. Names, shapes, padding, edits of
+widths and headers are worked out here a second time, on purpose without the planner's and the writer's code: a mistake there shows
+as a mismatch.
 """
 
 from __future__ import annotations
@@ -20,50 +21,20 @@ from fse_convert.checkpoint.names import CONFIG, INDEX
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.description import Description, ExpertGroup
 from fse_convert.model.family import SECTIONS, place
-from fse_convert.model.formats import Format, StorageKind
-from fse_convert.model.moe import Role
-from fse_convert.model.stacked import BIAS, Stacked
+from fse_convert.model.formats import StorageKind
 from fse_convert.plan.changes.change import ConfigChange, changed_config
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.plan.planner import tripwire
 from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import Computed, Recoded, Rule, SharedExpert
-from fse_convert.servers.native import LaunchWidths
 from fse_convert.sidecar.manifest import FUSED, ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, original_name, originals_file, shard_metadata
 from fse_convert.verification.findings import SEED, LayerCoverage, Sample, choose
+from fse_convert.verification.padded import Padded, padded_tensors
 from fse_convert.verification.stand_ins import Tensors, kept_originals, stand_ins
 
 TORCH = {"format": "pt"}
 """Metadata that loaders ask for in a file that is written."""
-
-
-ONES = {"F8_E8M0": b"\x7f", "U8": b"\x7f", "F32": b"\0\0\x80\x3f", "F8_E4M3": b"\x38", "BF16": b"\x80\x3f"}
-"""The code of 1.0, which pads scales, by their dtype; weights are padded with zero bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """A tensor that grows to ``shape`` in equal stretches of bytes, each at its end by elements ``fill``.
-
-    ``stretches``: one where a matrix gets rows, one a row where rows become longer, one a matrix where each of several gets rows.
-    """
-
-    info: TensorInfo
-    shape: tuple[int, ...]
-    fill: bytes
-    stretches: int
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of a stretch before and after."""
-        return self.info.nbytes // self.stretches, prod(self.shape) * len(self.fill) // self.stretches
-
-    @property
-    def is_many(self) -> bool:
-        """Whether the two shapes, taken for those of one matrix, would tell other stretches."""
-        return self.stretches != _of_one(self.info.shape, self.shape)
-
 
 Holds = TensorInfo | Padded | Recoded | Computed | None
 """What a tensor of the output must hold: a source tensor's bytes, these at the head of a larger matrix, values coded again, a part
@@ -281,74 +252,6 @@ def _standard(shard: Shard, padded: Mapping[str, Padded], recoded: Tensors) -> I
 
 def _originals(shard: Shard, kept: Collection[str]) -> Iterator[ExpectedTensor]:
     return (ExpectedTensor(original_name(t.name), t.dtype, t.shape, t) for t in shard.header.tensors if t.name in kept)
-
-
-def padded_tensors(description: Description, source: LaunchWidths, main: LaunchWidths) -> dict[str, Padded]:
-    """Find every tensor that must have grown when experts of the ``source``'s widths are stored ``main`` wide.
-
-    Gate and up grow in rows, down in columns.
-    """
-    if source == main:
-        return {}
-    groups = ((g, w) for d in description.layers for g, w in ((d.routed, main.routed), (d.shared, main.shared)) if g)
-    return {p.info.name: p for group, width in groups for p in _padded_of(group, width)}
-
-
-def _padded_of(group: ExpertGroup, width: int) -> Iterator[Padded]:
-    for expert in group.experts:
-        for role, projection in expert.projections.items():
-            f = group.formats[role]
-            n, k = f.shape
-            new = (n, width) if role is Role.DOWN else (width, k)
-            for suffix, info in projection.parts.items():
-                cell = _cell(f, suffix)
-                shape = _stored(new, cell, len(info.shape)) if cell else info.shape
-                if shape != info.shape:
-                    fill = _fill(info, is_scale=suffix == f.scale)
-                    yield Padded(info, shape, fill, _of_one(info.shape, shape))
-    for stack in group.stacked:
-        yield from _padded_stack(stack, group.formats[stack.role], width)
-
-
-def _padded_stack(stack: Stacked, f: Format, width: int) -> Iterator[Padded]:
-    """Yield what a tensor of many matrices becomes; nothing where it does not grow.
-
-    What stands before the dimension that grows counts the matrices, or their rows; gate and up, where one follows the other, twice.
-    """
-    info, along = stack.info, 1 if stack.role is Role.DOWN else 0
-    cell = (1, 0) if stack.part == BIAS else _cell(f, stack.part)
-    if cell is None or not cell[along]:
-        return
-    old, new = (-(-w // cell[along]) for w in (f.shape[along], width))
-    if old != new:
-        shape = tuple(size * new // old if i == stack.axis else size for i, size in enumerate(info.shape))
-        fill = _fill(info, is_scale=stack.part == f.scale)
-        yield Padded(info, shape, fill, prod(info.shape[: stack.axis]) * stack.parts)
-
-
-def _of_one(old: tuple[int, ...], new: tuple[int, ...]) -> int:
-    """Return in how many stretches one matrix grows: as a whole by rows, or every row by columns."""
-    return old[0] if old[0] == new[0] else 1
-
-
-def _fill(info: TensorInfo, *, is_scale: bool) -> bytes:
-    return ONES[info.dtype] if is_scale else bytes(BITS[info.dtype] // 8)
-
-
-def _cell(f: Format, suffix: str) -> tuple[int, int] | None:
-    """Return rows and columns of the logical matrix that one stored element stands for (0 columns: all); None for scalars."""
-    if suffix == f.weight:
-        return (1, 2) if f.weight_dtype in ("I8", "U8") else (1, 1)
-    if suffix != f.scale or f.kind is StorageKind.FP8_TENSOR:
-        return None
-    if f.kind is StorageKind.FP8_CHANNEL:
-        return 1, 0
-    return {StorageKind.MXFP4: (1, 32), StorageKind.NVFP4: (1, 16)}.get(f.kind, f.block)
-
-
-def _stored(logical: tuple[int, int], cell: tuple[int, int], dimensions: int) -> tuple[int, ...]:
-    rows, columns = -(-logical[0] // cell[0]), -(-logical[1] // cell[1]) if cell[1] else 1
-    return (rows, 1, columns, 1) if dimensions == 4 else (rows, columns)[:dimensions]
 
 
 def _kernel(plan: Plan, experts: Iterable[SharedExpert]) -> dict[str, ExpectedFile]:

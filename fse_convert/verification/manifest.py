@@ -35,7 +35,7 @@ from fse_convert.sidecar.manifest import (
     read_value,
     typed,
 )
-from fse_convert.verification.expected import ExpectedOutput, Padded, swiglu_limit
+from fse_convert.verification.expected import ExpectedOutput, swiglu_limit
 from fse_convert.verification.findings import (
     ABSENT,
     BOUND,
@@ -51,6 +51,7 @@ from fse_convert.verification.findings import (
     short,
 )
 from fse_convert.verification.loss import DIGITS, ExpertLoss, MatrixLoss, rounded
+from fse_convert.verification.padded import Padded
 
 READ_BACK_KEYS = ("proof", "files", "tensors", DIGEST)
 """Keys that a conversion adds after it has read its output back, in their order."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fse_convert.model.description import Description
+from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import Role
 from fse_convert.plan.costs import padding, stored
 from fse_convert.servers.native import LaunchWidths
@@ -107,20 +107,77 @@ def test_the_number_of_experts_is_compared_with_the_config() -> None:
     assert "config-experts" in [c.code for c in described(CASES[0], num_experts=EXPERTS + 1).conflicts]
 
 
-@pytest.mark.parametrize(("width", "scales"), [(80, 5), (90, 6)])
-def test_a_block_of_scales_over_gate_and_up_is_refused(width: int, scales: int) -> None:
-    """Of 160 rows five blocks of 32, of 180 six: in either case one holds rows of both, or would after padding."""
+@pytest.mark.parametrize(
+    ("width", "scales", "block", "message"),
+    [
+        (80, 5, [32, 32], "holds rows of gate and of up"),  # 160 rows
+        (90, 6, [32, 32], "holds rows of gate and of up"),  # the last of 180 rows are a partial block
+        (80, 5, None, "holds rows of gate and of up"),
+        (192, 3, None, "holds rows of gate and of up"),  # 128 rows a block; the second holds 64 of gate and 64 of up
+        (192, 3, [128, 32], "holds rows of gate and of up"),
+        (100, 2, None, "holds rows of gate and of up"),  # 128 and 72 rows, not 100 each
+        (48, 1, [128, 32], "holds rows of gate and of up"),
+        (64, 4, None, "no weight_block_size"),
+        (64, 4, [64, 32], "no weight_block_size"),
+    ],
+)
+def test_a_block_of_scales_over_gate_and_up_is_refused(width: int, scales: int, block: list[int] | None, message: str) -> None:
+    """One block holds rows of both, or nothing says that none does."""
     case = case_named("L1 FP8")
-    tensors = headers(case, 96)
+    tensors, stated = {}, block or [32, 32]
     for layer in range(LAYERS):
-        at, shared = f"model.layers.{layer}.mlp.experts", f"model.layers.{layer}.mlp.shared_experts"
-        tensors |= {
-            f"{at}.gate_up_proj": ("F8_E4M3", (EXPERTS, 2 * width, 64)),
-            f"{at}.down_proj": ("F8_E4M3", (EXPERTS, 64, width)),
-        }
-        tensors[f"{at}.gate_up_proj_scale_inv"] = ("F32", (EXPERTS, scales, 2))
-        tensors |= {f"{shared}.{p}.weight": ("F8_E4M3", (width, 64)) for p in ("gate_proj", "up_proj")}
-        tensors[f"{shared}.down_proj.weight"] = ("F8_E4M3", (64, width))
-    found = description_of(case.config_of(width), tensors)
-    assert codes(found) == ["scale-geometry"]
-    assert {p.where for p in found.problems} == {f"model.layers.{i}.mlp.experts.gate_up_proj_scale_inv" for i in range(LAYERS)}
+        at = f"model.layers.{layer}.mlp.experts"
+        tensors[f"{at}.gate_up_proj"] = ("F8_E4M3", (EXPERTS, 2 * width, 64))
+        tensors[f"{at}.gate_up_proj_scale_inv"] = ("F32", (EXPERTS, scales, -(-64 // stated[1])))
+        tensors[f"{at}.down_proj"] = ("F8_E4M3", (EXPERTS, 64, width))
+        tensors[f"{at}.down_proj_scale_inv"] = ("F32", (EXPERTS, -(-64 // stated[0]), -(-width // stated[1])))
+    stating = {"quant_method": "fp8", "weight_block_size": block}
+    found = description_of({**case.config_of(width), "quantization_config": stating}, tensors)
+    stacks = [p for p in found.problems if "gate_up_proj" in p.where]
+    assert {p.code for p in stacks} == {"scale-straddles"}
+    assert "scale-straddles" in NOT_UNDERSTOOD
+    assert all(message in p.message for p in stacks)
+    assert {p.where for p in stacks} == {f"model.layers.{i}.mlp.experts.gate_up_proj_scale_inv" for i in range(LAYERS)}
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F32", (EXPERTS, 1, 1)), ("F32", (EXPERTS, 192, 1)), ("F8_E8M0", (EXPERTS, 192, 2))])
+def test_scales_of_a_row_or_of_a_whole_matrix_hold_gate_and_up_apart(dtype: str, shape: tuple[int, ...]) -> None:
+    def edit(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.endswith("gate_up_proj_scale_inv")]:
+            tensors[name] = (dtype, shape)
+
+    assert codes(described(case_named("L1 FP8"), edit, quantization_config={"quant_method": "fp8"})) == []
+
+
+SHARED = "model.layers.0.mlp.shared_experts."
+
+
+@pytest.mark.parametrize(
+    ("name", "added", "shape"),
+    [
+        ("L1 FP8", f"{SHARED}linear_gate.weight", (96, 64)),
+        ("L1 Qwen3.5", f"{AT}gate_up_proj.weight", (EXPERTS, 66, 64)),
+        ("L3 BF16", f"{AT}gate_up_proj.bias", (EXPERTS, 66)),
+        ("L1 MiniMax-M3", f"{SHARED}up_proj.weight", (33, 64)),
+    ],
+)
+def test_a_projection_under_two_names_is_told(name: str, added: str, shape: tuple[int, ...]) -> None:
+    found = described(case_named(name), lambda tensors: tensors.update({added: ("BF16", shape)}))
+    assert codes(found) == ["part-ambiguous"]
+    assert all(problem.where.startswith("model.layers.0.mlp.") for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("L1 MiniMax-M3", ["mlp.experts", *(f"model.layers.{i}.mlp.shared_experts.gate_up_proj" for i in range(LAYERS))]),
+        ("L1 Granite", ["block_sparse_moe.input_linear", "re:.*shared_mlp.input_linear"]),
+    ],
+)
+def test_exclusions_name_stacks_too(name: str, entries: list[str]) -> None:
+    """All experts are unquantised and excluded by the names of their stacks; nothing is stale."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [32, 32], "ignored_layers": entries}
+    assert described(case_named(name), quantization_config=quantization).conflicts == ()
+    stored = described(case_named(f"{name} FP8"), quantization_config=quantization).conflicts
+    assert [c.code for c in stored] == ["quantization-excluded"] * 2
+    assert all(sum(entry in c.hint for c in stored) == 1 for entry in entries)

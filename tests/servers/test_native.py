@@ -10,6 +10,8 @@ from fse_convert.servers.native import LaunchWidths, kernel_verdict, native_verd
 from fse_convert.servers.targets import CONTRACTS, FP8_SHARED, find_target
 from fse_convert.servers.verdict import Outcome, Verdict
 from fse_convert.testing.memory import Model, expert, subject_of
+from tests.model.test_stacked import headers
+from tests.stacked import CASES
 
 V41 = {"model_type": "deepseek_v41"}
 FLASH = Model(hidden=4096, width=2048, shared="fp8-128", layers=1, mtp=0)
@@ -216,3 +218,10 @@ def test_vllm_0_30_pads_routed_experts_to_512() -> None:
     assert newer is not None
     assert [padded_routed(w, target) for w in (2304, 2560, 1)] == [2560, 2560, 512]
     assert padded_routed(2304, newer) == 2304
+
+
+def test_a_fused_shared_mlp_has_a_reason_of_its_own() -> None:
+    case = next(c for c in CASES if c.name == "L1 MiniMax-M3 FP8 E8M0")
+    for d in subject_of(case.config_of(case.width), headers(case, case.width)).description.layers:
+        verdict = kernel_verdict(d, CONTRACTS["megamoe-128"], FP8_SHARED)
+        assert [r.code for r in verdict.reasons] == ["shared-one-matrix"]

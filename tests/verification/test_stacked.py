@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.conversion.run import Conversion, Request
+from fse_convert.model.formats import Format, Tile
+from fse_convert.model.stacked import Slot, Stacked
 from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Options
 from fse_convert.plan.source import open_source
@@ -94,6 +97,33 @@ def test_pieces_of_any_size_expect_the_same(chunk: int, tmp_path: Path, monkeypa
     c = converted(next(case for case in CASES if case.name == "L3 MXFP4"), tmp_path)
     monkeypatch.setattr(expected_bytes, "CHUNK", chunk)
     assert found(c) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("L1 Qwen3.5", {"parts": 1}),  # taken for interleaved
+        ("L1 Granite FP8", {"parts": 1}),
+        ("L3 BF16", {"parts": 2}),  # taken for one after the other
+        ("L2 square", {"axis": 1}),  # taken for rows before columns
+        ("L1 FP8", {"tile": Tile(64, 32, b"\0\0\x80?", None)}),  # taken for another block
+    ],
+)
+def test_a_wrong_layout_in_the_planner_is_found(
+    name: str, mistake: dict[str, Any], tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof knows orientation, interleaving and blocks by itself."""
+    right = Slot.stacked
+
+    def wrong(slot: Slot, f: Format) -> Stacked:
+        stacked = right(slot, f)
+        is_meant = slot.part == f.scale if "tile" in mistake else slot.part == f.weight
+        return replace(stacked, **mistake) if len(slot.stack.roles) == 2 and is_meant else stacked
+
+    monkeypatch.setattr(Slot, "stacked", wrong)
+    next(c for c in CASES if c.name == name).save(tmp_path / "source")
+    code, _, err = run(tmp_path / "source", tmp_path / "out", "--tp", "2", "--workers", "1")
+    assert (code, "error[storage-mismatch]" in err) == (1, True)
 
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"

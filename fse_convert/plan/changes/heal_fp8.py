@@ -6,7 +6,7 @@ from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.quantization import FP8_METHODS, READ_BY
 from fse_convert.plan.changes.change import ConfigChange, FormatChange
-from fse_convert.plan.changes.modules import Tensors, f32_scales, is_all, matrices, projection_names, stored_alike, unquantised
+from fse_convert.plan.changes.modules import Tensors, f32_scales, is_all, matrices, stored_alike, unquantised
 from fse_convert.plan.changes.names import without
 from fse_convert.plan.changes.places import EXPERT_DTYPE, QUANTIZATION, expert_dtype_edits, name_list
 from fse_convert.servers.subject import Subject
@@ -21,7 +21,7 @@ def ignored(subject: Subject) -> FormatChange | None:
     if subject.quantization.method not in FP8_METHODS or section is None:
         return None
     shared = [d.shared for d in subject.description.layers if d.shared and is_all(d.shared, StorageKind.FP8_BLOCK)]
-    freed, kept = [name for group in shared for name in projection_names(group)], unquantised(subject)
+    freed, kept = [name for group in shared for name in group.modules], unquantised(subject)
     lists = {key: entries for key in READ_BY["fp8"] if (entries := name_list(raw.get(key)))}
     new = {key: without(entries, freed, kept) for key, entries in lists.items()}
     edits = tuple(ConfigChange((*section, key), entries) for key, entries in new.items() if entries != lists[key])

@@ -15,7 +15,6 @@ from fse_convert.plan.changes.modules import (
     experts_module,
     is_all,
     linears,
-    projection_names,
     relabelled,
     unquantised,
 )
@@ -81,7 +80,7 @@ def scheme(subject: Subject) -> FormatChange | None:
     schemes, general = specs(raw.get("layer_quant_config")), raw.get("global_quant_config")
     layers = [d for d in _mxfp4_layers(subject) if d.shared and is_all(d.shared, StorageKind.MXFP4)]
     routed = [experts_module(d) for d in layers]
-    shared = [name for d in layers if d.shared for name in projection_names(d.shared)]
+    shared = [name for d in layers if d.shared for name in d.shared.modules]
     own = {entry: found for entry, found in schemes.items() if any(means(entry, module) for module in (*routed, *shared))}
     first = next((found for entry, found in own.items() if any(means(entry, module) for module in routed)), general)
     model = general if _effect(general) == _effect(first) else first
@@ -194,7 +193,7 @@ def _mxfp4_layers(subject: Subject) -> list[LayerDescription]:
 def _shared_names(subject: Subject, kind: StorageKind) -> list[str]:
     """Name the shared experts' matrices in one format, beside MXFP4 routed ones, that the config's schemes call MXFP4."""
     groups: list[ExpertGroup] = [d.shared for d in _mxfp4_layers(subject) if d.shared and is_all(d.shared, kind)]
-    return [name for group in groups for name in projection_names(group) if _is_mxfp4_by(subject.quantization.raw, name)]
+    return [name for group in groups for name in group.modules if _is_mxfp4_by(subject.quantization.raw, name)]
 
 
 def _is_mxfp4_by(raw: Mapping[str, Any], module: str) -> bool:

@@ -38,7 +38,7 @@ def linears(subject: Subject) -> list[Matrix]:
 
 
 def matrices(group: ExpertGroup) -> Iterator[Matrix]:
-    """Yield every matrix of a layer's experts."""
+    """Yield every matrix of a layer's experts that is stored by itself."""
     return ((p, group.formats[role]) for expert in group.experts for role, p in expert.projections.items())
 
 
@@ -60,11 +60,6 @@ def unquantised(subject: Subject) -> list[str]:
 def experts_module(layer: LayerDescription) -> str:
     """Name the module that servers make of a layer's routed experts."""
     return f"{layer.layer.name}.experts"
-
-
-def projection_names(group: ExpertGroup) -> list[str]:
-    """Name the matrices of a layer's experts."""
-    return [p.name for p, _ in matrices(group)]
 
 
 def is_all(group: ExpertGroup, kind: StorageKind) -> bool:

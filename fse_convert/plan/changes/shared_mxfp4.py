@@ -39,7 +39,7 @@ def shared_mxfp4(subject: Subject) -> Result:
     changed = [matrix for layer in layers if layer.shared for matrix in matrices(layer.shared)]
     names = frozenset(projection.name for projection, _ in changed)
     edit = None if _is_native(subject) else _QuarkEdit(subject, layers, names)
-    obstacle = _storage_obstacle(subject, changed) or (edit.obstacle() if edit else quark_obstacle(subject, names))
+    obstacle = _storage_obstacle(subject, layers, changed) or (edit.obstacle() if edit else quark_obstacle(subject, names))
     if obstacle:
         return Problem("shared-mxfp4-unfit", obstacle)
     tensors: Tensors = {} if edit else quark_tensors(subject, names)
@@ -76,11 +76,14 @@ def _decoder(subject: Subject) -> list[LayerDescription]:
     return [d for d in subject.description.layers if d.layer.kind is LayerKind.DECODER]
 
 
-def _storage_obstacle(subject: Subject, changed: Sequence[Matrix]) -> str:
+def _storage_obstacle(subject: Subject, layers: Sequence[LayerDescription], changed: Sequence[Matrix]) -> str:
     """Say what of the tensors keeps the shared experts from becoming MXFP4 beside MXFP4; empty if nothing does."""
     odd = next((d for d in _decoder(subject) if d.problems or not (d.routed and is_all(d.routed, StorageKind.MXFP4))), None)
     if odd:
         return f"the routed experts of {odd.layer.name} are not MXFP4, so MXFP4 shared experts would not fit beside them"
+    fused = next((stack for d in layers if d.shared for stack in d.shared.stacked), None)
+    if fused:
+        return f"gate and up of the shared experts are one matrix, {fused.module}; only matrices of their own can become MXFP4"
     if not changed:
         return "there are no shared experts that are not MXFP4 already"
     for projection, f in changed:

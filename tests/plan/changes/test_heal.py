@@ -13,11 +13,13 @@ from fse_convert.plan.changes.heal import heals
 from fse_convert.plan.changes.shared_mxfp4 import shared_mxfp4
 from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import Copied, Recoded, Rule
+from fse_convert.servers.subject import Subject
 from fse_convert.testing.checkpoints import make_spec
 from fse_convert.testing.memory import Tensors, subject_of
 from fse_convert.testing.patch import drop, edit_config, rename
+from tests.model.test_stacked import headers
 from tests.plan.changes.conftest import Make
-from tests.plan.changes.models import SLOTS, letters
+from tests.plan.changes.models import SLOTS, fused_by_quark, letters
 from tests.plan.changes.recipes import (
     SHARED_MXFP4,
     Damage,
@@ -35,6 +37,7 @@ from tests.plan.changes.recipes import (
     v4_shared,
     without_twins,
 )
+from tests.stacked import CASES, LAYERS
 
 KIMI_SHARED = shared("model.layers.1", "model.layers.2")
 KIMI_EXPERTS = [f"model.layers.{layer}.mlp.shared_experts" for layer in (1, 2)]
@@ -381,6 +384,26 @@ def test_an_expert_that_is_stored_in_two_ways_is_left_alone() -> None:
     tensors[f"{names[0]}.weight"] = ("BF16", (256, 512))
     del tensors[f"{names[0]}.weight_scale"]
     assert heals(subject_of(config, tensors)) == ()
+
+
+def test_a_fused_shared_mlp_is_listed_as_a_whole() -> None:
+    shared_experts = [f"model.layers.{i}.mlp.shared_experts.{p}" for i in range(LAYERS) for p in ("down_proj", "gate_up_proj")]
+    assert edited(fused_by_quark(exclude=["lm_head"])) == ["lm_head", *shared_experts]
+    assert edited(fused_by_quark(exclude=["lm_head", *shared_experts])) is None
+
+
+def test_a_fused_shared_mlp_in_fp8_is_taken_off_as_a_whole() -> None:
+    case = next(c for c in CASES if c.name == "L1 MiniMax-M3 FP8")
+    entries = [f"model.layers.0.mlp.shared_experts.{p}" for p in ("down_proj", "gate_up_proj")]
+    quantization = {**case.config["quantization_config"], "ignored_layers": ["lm_head", *entries]}
+    subject = subject_of({**case.config_of(case.width), "quantization_config": quantization}, headers(case, case.width))
+    assert edited(subject) == ["lm_head"]
+
+
+def edited(subject: Subject) -> object:
+    """Return the list that one mend leaves; None where there is nothing to mend."""
+    edits = [edit.value for change in heals(subject) for edit in change.config]
+    return edits[0] if edits else None
 
 
 def test_v4_shared_experts_are_taken_off_under_their_own_names(small: Make) -> None:

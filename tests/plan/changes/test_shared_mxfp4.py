@@ -14,7 +14,7 @@ from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import Copied, Recoded, Rule
 from fse_convert.testing.patch import edit_config, retype
 from tests.plan.changes.conftest import Make
-from tests.plan.changes.models import SLOTS, letters, made, opened
+from tests.plan.changes.models import SLOTS, fused_by_quark, letters, made, opened
 from tests.plan.changes.recipes import (
     Damage,
     dropping,
@@ -282,6 +282,16 @@ UNFIT: dict[str, tuple[str, Damage, dict[str, Any], str]] = {
 @pytest.mark.parametrize(("kind", "damage", "knobs", "message"), UNFIT.values(), ids=UNFIT.keys())
 def test_what_does_not_fit_says_why(kind: str, damage: Damage, knobs: dict[str, Any], message: str, small: Make) -> None:
     assert shared_mxfp4(small(kind, damage, **knobs).subject) == Problem("shared-mxfp4-unfit", message)
+
+
+def test_a_fused_shared_mlp_is_left_as_a_whole() -> None:
+    problem = shared_mxfp4(fused_by_quark(exclude=["lm_head"]))
+    assert isinstance(problem, Problem)
+    module = "model.layers.0.mlp.shared_experts.gate_up_proj"
+    assert (
+        problem.message
+        == f"gate and up of the shared experts are one matrix, {module}; only matrices of their own can become MXFP4"
+    )
 
 
 @pytest.mark.parametrize("entry", ["*shared_expert*", "re:.*shared_experts.*", "model.layers.1.mlp.shared_experts.gate_up_proj"])
