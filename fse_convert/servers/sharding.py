@@ -20,7 +20,8 @@ from fse_convert.model.quantization import FP8_METHODS, Quantization
 from fse_convert.servers.subject import Subject
 
 ENGINES = ("vLLM", "SGLang")
-FP4 = frozenset({StorageKind.MXFP4, StorageKind.NVFP4})
+MXFP4 = frozenset({StorageKind.MXFP4})
+FP4 = MXFP4 | {StorageKind.NVFP4}
 FP8 = frozenset({StorageKind.FP8_BLOCK})
 
 
@@ -60,6 +61,7 @@ class Rule:
 
 
 LING_3 = frozenset({"bailing_hybrid", "bailing_moe_v3_vl"})
+GPT_OSS = frozenset({"gpt_oss"})
 RULES: tuple[Rule, ...] = (
     Rule(
         "vLLM", FP8, shared=False, partial=Load.REFUSED, methods=FP8_METHODS, finest=32,
@@ -71,12 +73,20 @@ RULES: tuple[Rule, ...] = (
         source="0.33 models/deepseek_v4/nvidia/model.py:1171, models/dots3_note/nvidia/model.py:64, bailing_moe_v3.py:299-320",
     ),
     Rule(
+        "vLLM", MXFP4, shared=False, partial=Load.PADDED, methods=("mxfp4", "gpt_oss_mxfp4", "quark"), model_types=GPT_OSS,
+        source="0.33 model_executor/models/gpt_oss.py:577-586, 792-805 (ranks are cut at whole blocks of 32)",
+    ),
+    Rule(
         "vLLM", FP4, shared=False, partial=Load.WRONG,
         source="0.33 model_executor/layers/fused_moe/oracle/mxfp4.py:837-917 (nothing checks; offsets of scales are rounded down)",
     ),
     Rule(
         "SGLang", FP8, shared=True, partial=Load.PADDED, methods=FP8_METHODS, model_types=LING_3,
         source="0.5.23 models/bailing_moe_v3.py:646-700",
+    ),
+    Rule(
+        "SGLang", MXFP4, shared=False, partial=Load.PADDED, methods=("mxfp4",), model_types=GPT_OSS,
+        source="0.5.23 models/gpt_oss.py:964-1007 (ranks are cut at whole blocks of 32)",
     ),
     Rule(
         "SGLang", FP4, shared=False, partial=Load.REFUSED, methods=FP8_METHODS, config_block=True,
@@ -130,13 +140,15 @@ class Multiples:
 def rank_multiples(checkpoint: Subject, tp: int, engines: Iterable[str] = ENGINES) -> Multiples:
     """Return the multiples at which all ranks of all servers hold whole blocks.
 
-    A server that pads by itself needs no more than a width that the ranks divide.
+    A server that pads by itself needs no more than a width that the ranks divide; of routed experts in whole blocks, where it cuts.
     """
     routed, of_shared = tp, tp
     for engine in engines:
         for group, shared in _groups(checkpoint):
             rule = _rule(checkpoint, engine, group, shared=shared)
-            multiple = tp * (1 if rule and rule.partial is Load.PADDED else _multiple(group, rule, checkpoint.quantization))
+            block = _multiple(group, rule, checkpoint.quantization)
+            pads = rule is not None and rule.partial is Load.PADDED
+            multiple = lcm(tp, 1 if shared else block) if pads else tp * block
             routed, of_shared = (routed, lcm(of_shared, multiple)) if shared else (lcm(routed, multiple), of_shared)
     return Multiples(routed, of_shared)
 
@@ -187,7 +199,7 @@ def _multiple(group: ExpertGroup, rule: Rule | None, quantization: Quantization)
 
 def _load(group: ExpertGroup, rule: Rule | None, multiple: int, tp: int) -> Load:
     if group.width % tp:
-        return rule.partial if rule and rule.partial is Load.PADDED else Load.REFUSED
+        return rule.partial if rule and rule.shared and rule.partial is Load.PADDED else Load.REFUSED
     rank = group.width // tp
     if rank % multiple == 0:
         return Load.WHOLE
