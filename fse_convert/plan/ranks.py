@@ -9,7 +9,7 @@ from fse_convert.errors import InvalidCheckpoint, size
 from fse_convert.plan.advice import Plans
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.costs import padding
-from fse_convert.plan.plan import Options
+from fse_convert.plan.plan import Options, grows_apart
 from fse_convert.plan.widths import needed_widths, stored_widths
 from fse_convert.servers.sharding import ENGINES, Load, Slices, slices
 from fse_convert.servers.subject import Subject
@@ -77,7 +77,7 @@ def ranks(checkpoint: Subject, plans: Plans, tp: int, place: str) -> Ranks | Non
         slices=tuple(s for engine in ENGINES for s in slices(checkpoint, engine, tp)),
         width=width.routed,
         needed=needed.routed,
-        shared=needed.shared if width.shared % width.routed and needed != width else 0,
+        shared=needed.shared if needed != width and grows_apart(width, needed) else 0,
         bytes=padding(description, needed).disk,
         command=conversion_command(checkpoint, place, options) if pads else "",
     )
