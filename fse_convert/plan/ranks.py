@@ -15,6 +15,7 @@ from fse_convert.servers.sharding import ENGINES, Load, Slices, slices
 from fse_convert.servers.subject import Subject
 
 SAID = {
+    Load.UNSERVED: "does not serve this model in FP8 at any width:",
     Load.WHOLE: "loads",
     Load.REFINED: "makes scale blocks finer while loading, which only some of its kernels take, for",
     Load.PADDED: "pads by itself",
@@ -48,7 +49,8 @@ class Ranks:
                 whose = "shared" if s.shared else "routed"
                 even = "" if s.rank * self.tp == s.width else " and a part"
                 why = f", a multiple of {s.multiple}" if s.load is Load.WHOLE else f", not whole blocks of {s.multiple}"
-                said.append(f"{SAID[s.load]} {whose} experts, {s.rank}{even} wide per rank{why if s.multiple > 1 else ''}")
+                told = s.multiple > 1 and s.load is not Load.UNSERVED
+                said.append(f"{SAID[s.load]} {whose} experts, {s.rank}{even} wide per rank{why if told else ''}")
             if said:
                 yield f"TP {self.tp}: {engine} {'; '.join(said)}.", ""
         if self.needed != self.width or self.shared:

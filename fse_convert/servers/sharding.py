@@ -28,11 +28,13 @@ FP8 = frozenset({StorageKind.FP8_BLOCK})
 class Load(str, Enum):
     """What becomes of experts whose slices are so wide.
 
-    ``WHOLE``: every rank holds whole blocks. ``REFINED``: the server makes its scale blocks finer while loading, and only some
+    ``UNSERVED``: the server cannot serve the model at any width. ``WHOLE``: every rank holds whole blocks.
+    ``REFINED``: the server makes its scale blocks finer while loading, and only some
     kernels take them. ``PADDED``: the server pads every rank itself. ``REFUSED``: it raises an error. ``WRONG``: it loads, and
     columns get the scales of others.
     """
 
+    UNSERVED = "unserved"
     WHOLE = "whole"
     REFINED = "refined"
     PADDED = "padded"
@@ -153,6 +155,17 @@ def rank_multiples(checkpoint: Subject, tp: int, engines: Iterable[str] = ENGINE
     return Multiples(routed, of_shared)
 
 
+def unserved(checkpoint: Subject) -> tuple[str, ...]:
+    """Return the servers that cannot serve a model as it is stored, whatever its widths.
+
+    DeepSeek-V4.1's routed experts in FP8: vLLM's own linear layers for it are taken with FP4 experts alone, and no other kernel has
+    blocks of 32x32 (0.33 models/deepseek_v41/quant_config.py; layers/quantization/utils/marlin_utils_fp8.py:124 asserts).
+    """
+    v41 = checkpoint.description.model_type == "deepseek_v41"
+    fp8 = any(d.routed and d.routed.gate.kind is StorageKind.FP8_BLOCK for d in checkpoint.description.layers)
+    return ("vLLM",) if v41 and fp8 else ()
+
+
 def _groups(checkpoint: Subject) -> Iterable[tuple[ExpertGroup, bool]]:
     for layer in checkpoint.description.layers:
         if layer.routed:
@@ -170,7 +183,7 @@ def _slices(checkpoint: Subject, engine: str, group: ExpertGroup, tp: int, *, sh
         width=group.width,
         rank=group.width // tp,
         multiple=multiple,
-        load=_load(group, rule, multiple, tp),
+        load=Load.UNSERVED if engine in unserved(checkpoint) else _load(group, rule, multiple, tp),
         source=rule.source if rule else USUAL[engine],
     )
 
