@@ -21,6 +21,7 @@ from rich.text import Text
 from fse_convert.codes import Kind, all_codes
 from fse_convert.errors import FseConvertError
 from fse_convert.model.families import FAMILIES, RUN
+from fse_convert.model.families_stacked import STACKED_ONLY
 from fse_convert.model.family import Family
 from fse_convert.model.formats import StorageKind
 from fse_convert.plan.advice import releases
@@ -53,6 +54,8 @@ How each family names its experts, which keys of config.json loaders build them 
 what can be done with its models. Every family is inspected; `N` is a layer, `E` an expert. The storage format does not depend on
 the family: BF16, F16, F32, FP8 by block, channel or tensor, MXFP8, MXFP4 and NVFP4 are padded alike. Tensors that hold all experts
 of a layer are padded where the family has them, every expert at its own end, in the layout of its row: shapes do not tell it.
+Where a row names such tensors alone, its releases are stored so; a checkpoint that stores every expert by itself is read all the
+same.
 
 *padded*: what `--tp N` decides for a small model of the family. *paths that fuse*: servers whose code for these model types can
 fuse shared experts; whether it does, `inspect` says of a checkpoint. *run by*: that loader has built the model from the source and
@@ -104,7 +107,8 @@ def families_markdown() -> str:
 
 
 def _family(family: Family) -> tuple[str, ...]:
-    names = f"`{family.example}.experts.E.{{{','.join(family.routed_names)}}}`"
+    alone = "" if family in STACKED_ONLY else f"`{family.example}.experts.E.{{{','.join(family.routed_names)}}}`"
+    routed = ", or ".join(filter(None, (alone, _stacks(family, "" if alone else f"{family.example}."))))
     shared = f"`{family.shared}.{{{','.join((*(s.name for s in family.fused), *family.shared_names))}}}`" if family.shared else ""
     run = [f"`{t}`" for t in family.model_types if t in RUN]
     keys = [f"`{w.key}` ({w.share.value})" for w in family.widths]
@@ -112,7 +116,7 @@ def _family(family: Family) -> tuple[str, ...]:
     return (
         family.name,
         ", ".join(f"`{t}`" for t in family.model_types),
-        ", ".join(filter(None, (names, _stacks(family), shared))),
+        ", ".join(filter(None, (routed, shared))),
         ", ".join(keys),
         _padding(family),
         "; ".join(_paths(family)),
@@ -121,15 +125,15 @@ def _family(family: Family) -> tuple[str, ...]:
     )
 
 
-def _stacks(family: Family) -> str:
-    """Name the tensors that hold all routed experts of a layer, and how; empty where no release has any."""
+def _stacks(family: Family, block: str) -> str:
+    """Name the tensors that hold all routed experts of a layer, after ``block``, and how; empty where no release has any."""
     if not family.stacked:
         return ""
     stack = family.stacked[0]
     shape = "2 x width, hidden" if len(stack.roles) > 1 else "width, hidden"
     shape = ", ".join(reversed(shape.split(", "))) if stack.transposed else shape
     turn = ", gate and up in turn" if stack.interleaved else ""
-    return f"or of all experts `{{{','.join(s.name for s in family.stacked)}}}`, the first `[E, {shape}]`{turn}"
+    return f"of all experts `{block}{{{','.join(s.name for s in family.stacked)}}}`, the first `[E, {shape}]`{turn}"
 
 
 def _padding(family: Family) -> str:

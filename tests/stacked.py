@@ -68,8 +68,8 @@ def with_weight(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 class Case:
     """A layout of stacked experts as a release has it.
 
-    ``width`` needs padding on two ranks; ``stacks``: names below ``block``, in the order of ``form``; ``shared``: the module of the
-    shared MLP in a layer, ``fused`` the one of its matrices that holds gate and up.
+    ``width`` needs padding on ``tp`` ranks; ``stacks``: names below ``block``, in the order of ``form``; ``shared``: the module of
+    the shared MLP in a layer, ``fused`` the one of its matrices that holds gate and up.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Case:
     parts: tuple[Part, ...] = BF16
     width: int = 33
     padded: int = 34
+    tp: int = 2
     hidden: int = HIDDEN
     shared: str = ""
     fused: tuple[str, str] | None = None
@@ -291,7 +292,8 @@ CASES = (
         interleaved,
         parts=MXFP4,
         width=96,
-        padded=128,
+        padded=160,  # servers cut whole blocks of 32 by themselves wherever the ranks divide the width
+        tp=5,
         config={**EITHER, "quantization_config": {"quant_method": "mxfp4"}},
     ),
     Case("L3 BF16", "gpt_oss", MLP, interleaved_transposed, parts=(*BF16, MXFP4[2]), config=EITHER),

@@ -15,7 +15,6 @@ from fse_convert.model.family import (
     SPARSE,
     STACKED,
     STEPPED,
-    TRANSPOSED,
     UNGATED,
     W_NAMES,
     Family,
@@ -179,19 +178,6 @@ SHARED: tuple[Family, ...] = (
         per_modality=True,
         # transformers 5.24 ernie4_5_moe/modeling_ernie4_5_moe.py
         sparse=Sparse(first="moe_layer_start_index", last="moe_layer_end_index", step="moe_layer_interval", ahead=1),
-    ),
-    Family(
-        name="Llama 4",
-        model_types=("llama4", "llama4_text"),
-        stacked=TRANSPOSED,
-        source="vLLM 0.33 model_executor/models/llama4.py:107-155; transformers 5.24 llama4 (stacked routed experts)",
-        block="feed_forward",
-        shared="shared_expert",
-        widths=(EITHER,),
-        n_routed_keys=("num_local_experts",),
-        n_shared_keys=(),
-        mtp_key=None,
-        sparse=None,
     ),
     Family(
         name="Hunyuan",

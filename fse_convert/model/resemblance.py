@@ -7,18 +7,24 @@ from typing import Any
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.model.families import FAMILIES
-from fse_convert.model.family import Family
+from fse_convert.model.family import Family, Share
+from fse_convert.model.formats import WEIGHTS
 from fse_convert.model.grouping import Seen, group_layers
-from fse_convert.model.moe import MoELayer
+from fse_convert.model.moe import MoELayer, Role
+from fse_convert.model.stacked import place
 
 
 def resembling(config: Mapping[str, Any], names: Iterable[Seen]) -> Family | None:
     """Find the family under whose names all experts stand and whose keys config.json has, of several the one with most of them.
 
-    ``names``: every pattern of names that look like experts, with one example of each. None where there is no such family.
+    ``names``: every pattern of names that look like experts, with one example of each. None where there is no such family, and
+    where two families have stacks of such names and shapes, but in different layouts.
     """
     examples = {s.example.name: s.example for s in names}
-    alike = [family for family in FAMILIES if _states(family, config) and _explains(family, examples)]
+    alike = [family for family in FAMILIES if _states(family, config) and _explains(family, examples, config)]
+    stacks = {stack for family in alike for stack in family.stacked if any(f".{stack.name}" in name for name in examples)}
+    if len({stack.name for stack in stacks}) < len(stacks):
+        return None
     return max(alike, key=lambda family: sum(1 for _ in family.stated(config, *(w.key for w in family.widths))), default=None)
 
 
@@ -27,15 +33,23 @@ def _states(family: Family, config: Mapping[str, Any]) -> bool:
     return all(any(family.stated(config, *keys)) for keys in (*needed, family.n_routed_keys))
 
 
-def _explains(family: Family, examples: Mapping[str, TensorInfo]) -> bool:
+def _explains(family: Family, examples: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> bool:
     found = group_layers(family, examples, None)
-    return bool(found.layers) and not found.strays and all(_whole(family, layer) for layer in found.layers)
+    widths = {s.number for s in family.stated(config, *(w.key for w in family.widths if w.share is Share.ROUTED))}
+    return bool(found.layers) and not found.strays and all(_whole(family, layer, widths) for layer in found.layers)
 
 
-def _whole(family: Family, layer: MoELayer) -> bool:
-    """Tell whether a layer has all that the family's layers have: experts with each projection, a shared one, its gate."""
+def _whole(family: Family, layer: MoELayer, widths: set[int | None]) -> bool:
+    """Tell whether a layer has all that the family's layers have: experts with each projection, a shared one, its gate.
+
+    Stacked experts have them in the family's layout where a projection then has one of the ``widths`` that the config states.
+    """
+    slots = [slot for t in layer.stacked if (slot := place(family.stacked, t.name.removeprefix(f"{layer.name}."), t, 1))]
     roles = {frozenset(expert.projections) for expert in layer.routed}
+    if slots:
+        roles.add(frozenset(role for slot in slots for role in slot.stack.roles))
     shared, gate = layer.shared is not None, layer.gate_tensor is not None
-    understood = not layer.unknown and not layer.stacked
+    wide = all(slot.slice().shape[0] in widths for slot in slots if slot.part in WEIGHTS and Role.UP in slot.stack.roles)
+    understood = not layer.unknown and len(slots) == len(layer.stacked) and not (slots and layer.routed) and wide
     expected = ({frozenset(family.routed_names.values())}, bool(family.shared), family.gated)
     return understood and (roles, shared, gate) == expected

@@ -13,7 +13,7 @@ from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.header import LENGTH_BYTES
 from fse_convert.checkpoint.names import CONFIG, INDEX
 from fse_convert.checkpoint.reader import Checkpoint
-from fse_convert.plan.plan import Decision, LayerVerdict, Options, Plan
+from fse_convert.plan.plan import Decision, LayerVerdict, Options, Plan, grows_apart
 from fse_convert.plan.tensors import Copied, Padded
 from fse_convert.servers.targets import Contract
 from fse_convert.servers.verdict import Reason
@@ -40,7 +40,7 @@ def draft_manifest(plan: Plan, texts: Mapping[str, bytes]) -> record.Manifest:
             model_type=description.model_type,
             n_shared_experts=decision.n_shared,
             width=record.ExpertWidths(source=decision.source_width, main=decision.main_width, kernel=decision.width),
-            shared_width=_shared_width(decision) if decision.at_source.shared % decision.source_width else UNSET,
+            shared_width=_shared_width(decision) if grows_apart(decision.at_source, decision.at_kernel) else UNSET,
         ),
         config_edits=list(decision.config_edits),
         changes=[record.ChangeRecord(name=c.name, lossless=c.lossless) for c in decision.changes] or UNSET,

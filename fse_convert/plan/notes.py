@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fse_convert.errors import Problem, size
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import TOPICS, releases, said_of
+from fse_convert.plan.advice import NO_PATH, TOPICS, releases, said_of
 from fse_convert.plan.changes.search import misfit
 from fse_convert.plan.commands import inspection_command
 from fse_convert.plan.costs import Serving, padding, uneven
@@ -17,6 +17,8 @@ from fse_convert.servers.judge import Question, answer, judge, native_layer
 from fse_convert.servers.targets import CONTRACT, MEGAMOE_128, TARGETS, Target, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole
 
+SERVED = (Outcome.FUSED, Outcome.UNFUSED, Outcome.UNSAFE)
+"""What becomes of a model that a server would start on."""
 EXAMPLE_EP = 8
 """Expert-parallel size for which costs per rank are shown: DeepSeek-V4.1 on one node of 8 GPUs."""
 
@@ -135,9 +137,14 @@ def _served(plan: Plan) -> Problem | None:
     answers = [
         a
         for a in judge(after.subject)
-        if a.engine != CONTRACT and a.model.outcome in (Outcome.FUSED, Outcome.UNFUSED, Outcome.UNSAFE)
+        if a.engine != CONTRACT
+        and a.model.outcome in (*SERVED, Outcome.UNKNOWN)
+        and not NO_PATH & {r.code for r in a.model.reasons}
     ]
-    said = [f"{TOPICS[q]}: {said_of(rows, decoder)}" for q in Question if (rows := [a for a in answers if a.question is q])]
+    asked = ([a for a in answers if a.question is q] for q in Question)
+    said = [
+        f"{TOPICS[rows[0].question]}: {said_of(rows, decoder)}" for rows in asked if any(a.model.outcome in SERVED for a in rows)
+    ]
     return Problem("output-served", f"of the output: {' '.join(said) or 'no server that is known fuses it.'}")
 
 

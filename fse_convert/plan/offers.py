@@ -12,6 +12,7 @@ from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source
 from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, answer
+from fse_convert.servers.sharding import unserved
 from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome
 
@@ -28,6 +29,8 @@ class Offer:
 
     ``bytes``: by which the standard layout grows; ``originals``: kept in ``fse/`` for ``restore``. ``drafter``: what comes of it,
     as the end of a sentence. ``requantised``: whether these servers fuse the checkpoint as it is too, with rounded shared experts.
+    ``lost``: servers that fuse it as it is and would not afterwards; ``unserved``: those that could not serve it any more.
+    ``needs``: how the server must be started for right values, where its row says less.
     """
 
     targets: tuple[AnyTarget, ...]
@@ -38,6 +41,16 @@ class Offer:
     drafter: str
     command: str
     requantised: bool = False
+    lost: tuple[AnyTarget, ...] = ()
+    unserved: tuple[str, ...] = ()
+    needs: str = ""
+
+    @property
+    def costs(self) -> str:
+        """What the change takes away, as sentences; empty for nothing."""
+        said = [f"{releases(self.lost, ALL_TARGETS)} would no longer fuse it."] if self.lost else []
+        said += [f"{engine} could no longer serve it." for engine in self.unserved]
+        return " ".join((*said, *[f"Right only with {self.needs}."] * bool(self.needs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,8 @@ class Offers:
             kept = f", originals in fse/ {size(offer.originals)}" if offer.originals else ""
             does, who = " and ".join(offer.does), releases(offer.targets, ALL_TARGETS)
             exactly = " with its own values" * offer.requantised
-            yield f"{who} would fuse it{exactly} after a change that {does} ({lost}; {grows}{kept}){offer.drafter}.", offer.command
+            said = f"{who} would fuse it{exactly} after a change that {does} ({lost}; {grows}{kept}){offer.drafter}."
+            yield f"{said} {offer.costs}".rstrip(), offer.command
         if self.mends:
             mends = "; ".join(self.mends)
             yield f"config.json or labels lack or contradict what the tensors show, which can be mended: {mends}.", self.heal
@@ -103,7 +117,7 @@ def make_offers(answers: Sequence[Answer], plans: Plans, source: Source, tp: int
             helpless.append(target)
     made = [*_own_values(answers, plans, source, tp)]
     for decision, targets, options in found.values():
-        made.append(_offer(decision, tuple(targets), source, replace(options, target=_newest(targets))))
+        made.append(_offer(decision, tuple(targets), source, replace(options, target=_newest(targets)), answers))
     heal = Options(None, heal=True)
     healed = plans(heal)
     mends = tuple(change.does for change in healed.changes) if healed else ()
@@ -124,7 +138,7 @@ def _own_values(answers: Sequence[Answer], plans: Plans, source: Source, tp: int
         newest = _newest(targets)
         if decision := decided[newest.name]:
             options = Options(newest, tp=tp, routed_fp8=True)
-            yield replace(_offer(decision, targets, source, options), requantised=True)
+            yield replace(_offer(decision, targets, source, options, answers), requantised=True)
 
 
 def _newest(targets: Sequence[AnyTarget]) -> AnyTarget:
@@ -141,7 +155,13 @@ def _command(source: Source, options: Options) -> str:
     return conversion_command(source.subject, source.checkpoint.folder.label, options)
 
 
-def _offer(decision: Decision, targets: tuple[AnyTarget, ...], source: Source, options: Options) -> Offer:
+def _offer(
+    decision: Decision, targets: tuple[AnyTarget, ...], source: Source, options: Options, answers: Sequence[Answer]
+) -> Offer:
+    fused = (BY_NAME[a.name] for a in answers if a.fused and a.engine != CONTRACT and BY_NAME[a.name] not in targets)
+    kept_or_unknown = (Outcome.FUSED, Outcome.UNKNOWN)
+    newest = _newest(targets)
+    needs = answer(decision.after.subject, newest).started_with
     kept = frozenset[str]().union(*(change.originals for change in decision.changes))
     return Offer(
         targets=targets,
@@ -151,4 +171,7 @@ def _offer(decision: Decision, targets: tuple[AnyTarget, ...], source: Source, o
         originals=sum(source.checkpoint.tensors[name].nbytes for name in kept),
         drafter=DRAFTER[misfit(decision)],
         command=_command(source, options),
+        lost=tuple(t for t in fused if answer(decision.after.subject, t).model.outcome not in kept_or_unknown),
+        unserved=unserved(decision.after.subject),
+        needs=needs if needs != newest.started_with else "",
     )

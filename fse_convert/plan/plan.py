@@ -79,6 +79,12 @@ class LayerVerdict:
     server: Verdict
 
 
+def grows_apart(old: LaunchWidths, new: LaunchWidths) -> bool:
+    """Tell whether the shared MLP has a width of its own, not the same multiple of the routed width before and after."""
+    ratio, rest = divmod(old.shared, old.routed)
+    return rest > 0 or new.shared != ratio * new.routed
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What is decided before any shard is looked at.
@@ -126,9 +132,9 @@ class Decision:
 
     @property
     def growth(self) -> str:
-        """Say from what to what experts grow: routed ones, and the shared MLP where it has a width of its own."""
+        """Say from what to what experts grow: routed ones, and the shared MLP where it grows by itself."""
         old, new = self.at_source, self.at_kernel
-        own = f", shared {old.shared} -> {new.shared}" if old.shared % old.routed else ""
+        own = f", shared {old.shared} -> {new.shared}" if grows_apart(old, new) else ""
         return f"{old.routed} -> {new.routed}{own}"
 
     @property

@@ -9,12 +9,13 @@ from fse_convert.errors import InvalidCheckpoint, size
 from fse_convert.plan.advice import Plans
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.costs import padding
-from fse_convert.plan.plan import Options
+from fse_convert.plan.plan import Options, grows_apart
 from fse_convert.plan.widths import needed_widths, stored_widths
 from fse_convert.servers.sharding import ENGINES, Load, Slices, slices
 from fse_convert.servers.subject import Subject
 
 SAID = {
+    Load.UNSERVED: "does not serve this model in FP8 at any width:",
     Load.WHOLE: "loads",
     Load.REFINED: "makes scale blocks finer while loading, which only some of its kernels take, for",
     Load.PADDED: "pads by itself",
@@ -48,7 +49,8 @@ class Ranks:
                 whose = "shared" if s.shared else "routed"
                 even = "" if s.rank * self.tp == s.width else " and a part"
                 why = f", a multiple of {s.multiple}" if s.load is Load.WHOLE else f", not whole blocks of {s.multiple}"
-                said.append(f"{SAID[s.load]} {whose} experts, {s.rank}{even} wide per rank{why if s.multiple > 1 else ''}")
+                told = s.multiple > 1 and s.load is not Load.UNSERVED
+                said.append(f"{SAID[s.load]} {whose} experts, {s.rank}{even} wide per rank{why if told else ''}")
             if said:
                 yield f"TP {self.tp}: {engine} {'; '.join(said)}.", ""
         if self.needed != self.width or self.shared:
@@ -77,7 +79,7 @@ def ranks(checkpoint: Subject, plans: Plans, tp: int, place: str) -> Ranks | Non
         slices=tuple(s for engine in ENGINES for s in slices(checkpoint, engine, tp)),
         width=width.routed,
         needed=needed.routed,
-        shared=needed.shared if width.shared % width.routed and needed != width else 0,
+        shared=needed.shared if needed != width and grows_apart(width, needed) else 0,
         bytes=padding(description, needed).disk,
         command=conversion_command(checkpoint, place, options) if pads else "",
     )

@@ -7,6 +7,7 @@ from math import lcm
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout.sizes import round_up
 from fse_convert.model.description import Description
+from fse_convert.model.family import Share
 from fse_convert.model.formats import Format
 from fse_convert.model.moe import Role
 from fse_convert.plan.plan import Options
@@ -29,8 +30,9 @@ def stored_widths(description: Description) -> LaunchWidths:
 def needed_widths(checkpoint: Subject, options: Options, stored: LaunchWidths) -> LaunchWidths:
     """Return the smallest widths that contract, server, scale blocks and tensor-parallel size accept, at least the source's.
 
-    A shared MLP of n routed widths keeps its n. Any other has a key of its own in the config and grows by itself: for a contract to
-    a multiple of the routed width, as the kernel runs it as so many experts.
+    A shared MLP of n routed widths keeps its n for a target, where no other config key has its width, and where n is the number of
+    shared experts: servers fuse experts of one width. Any other grows by itself: for a contract to a multiple of the routed width,
+    as the kernel runs it as so many experts.
     """
     multiples = Multiples() if options.tp == 1 else rank_multiples(checkpoint, options.tp, _engines(options))
     if options.contract and isinstance(options.target, Target):
@@ -42,12 +44,22 @@ def needed_widths(checkpoint: Subject, options: Options, stored: LaunchWidths) -
                 granularity = lcm(granularity, *(_width_block(r, f) for r, f in group.formats.items()))
         multiples = Multiples(lcm(multiples.routed, multiple, granularity * options.tp), multiples.shared)
     n_shared, rest = divmod(stored.shared, stored.routed)
-    if not rest:
+    if not rest and (options.target or n_shared == checkpoint.description.n_shared or not _own_key(checkpoint)):
         routed = round_up(stored.routed, multiples.of_one(n_shared))
         return LaunchWidths(routed, n_shared * routed)
     routed = round_up(stored.routed, multiples.routed)
     shared = lcm(multiples.shared, checkpoint.description.n_shared, routed if options.contract else 1)
     return LaunchWidths(routed, round_up(stored.shared, shared))
+
+
+def _own_key(checkpoint: Subject) -> bool:
+    """Tell whether the config has the shared width under a key of its own, and no loader takes a routed expert's for it."""
+    family = checkpoint.description.family
+    if family is None:
+        return False
+    routed = {w.key for w in family.widths if w.share is Share.ROUTED}
+    own = {w.key for w in family.widths} - routed
+    return any(family.stated(checkpoint.config, *own)) and routed.isdisjoint(w.key for w in family.readings)
 
 
 def _engines(options: Options) -> tuple[str, ...]:

@@ -20,18 +20,21 @@ from fse_convert.model.quantization import FP8_METHODS, Quantization
 from fse_convert.servers.subject import Subject
 
 ENGINES = ("vLLM", "SGLang")
-FP4 = frozenset({StorageKind.MXFP4, StorageKind.NVFP4})
+MXFP4 = frozenset({StorageKind.MXFP4})
+FP4 = MXFP4 | {StorageKind.NVFP4}
 FP8 = frozenset({StorageKind.FP8_BLOCK})
 
 
 class Load(str, Enum):
     """What becomes of experts whose slices are so wide.
 
-    ``WHOLE``: every rank holds whole blocks. ``REFINED``: the server makes its scale blocks finer while loading, and only some
+    ``UNSERVED``: the server cannot serve the model at any width. ``WHOLE``: every rank holds whole blocks.
+    ``REFINED``: the server makes its scale blocks finer while loading, and only some
     kernels take them. ``PADDED``: the server pads every rank itself. ``REFUSED``: it raises an error. ``WRONG``: it loads, and
     columns get the scales of others.
     """
 
+    UNSERVED = "unserved"
     WHOLE = "whole"
     REFINED = "refined"
     PADDED = "padded"
@@ -60,6 +63,7 @@ class Rule:
 
 
 LING_3 = frozenset({"bailing_hybrid", "bailing_moe_v3_vl"})
+GPT_OSS = frozenset({"gpt_oss"})
 RULES: tuple[Rule, ...] = (
     Rule(
         "vLLM", FP8, shared=False, partial=Load.REFUSED, methods=FP8_METHODS, finest=32,
@@ -71,12 +75,20 @@ RULES: tuple[Rule, ...] = (
         source="0.33 models/deepseek_v4/nvidia/model.py:1171, models/dots3_note/nvidia/model.py:64, bailing_moe_v3.py:299-320",
     ),
     Rule(
+        "vLLM", MXFP4, shared=False, partial=Load.PADDED, methods=("mxfp4", "gpt_oss_mxfp4", "quark"), model_types=GPT_OSS,
+        source="0.33 model_executor/models/gpt_oss.py:577-586, 792-805 (ranks are cut at whole blocks of 32)",
+    ),
+    Rule(
         "vLLM", FP4, shared=False, partial=Load.WRONG,
         source="0.33 model_executor/layers/fused_moe/oracle/mxfp4.py:837-917 (nothing checks; offsets of scales are rounded down)",
     ),
     Rule(
         "SGLang", FP8, shared=True, partial=Load.PADDED, methods=FP8_METHODS, model_types=LING_3,
         source="0.5.23 models/bailing_moe_v3.py:646-700",
+    ),
+    Rule(
+        "SGLang", MXFP4, shared=False, partial=Load.PADDED, methods=("mxfp4",), model_types=GPT_OSS,
+        source="0.5.23 models/gpt_oss.py:964-1007 (ranks are cut at whole blocks of 32)",
     ),
     Rule(
         "SGLang", FP4, shared=False, partial=Load.REFUSED, methods=FP8_METHODS, config_block=True,
@@ -130,15 +142,28 @@ class Multiples:
 def rank_multiples(checkpoint: Subject, tp: int, engines: Iterable[str] = ENGINES) -> Multiples:
     """Return the multiples at which all ranks of all servers hold whole blocks.
 
-    A server that pads by itself needs no more than a width that the ranks divide.
+    A server that pads by itself needs no more than a width that the ranks divide; of routed experts in whole blocks, where it cuts.
     """
     routed, of_shared = tp, tp
     for engine in engines:
         for group, shared in _groups(checkpoint):
             rule = _rule(checkpoint, engine, group, shared=shared)
-            multiple = tp * (1 if rule and rule.partial is Load.PADDED else _multiple(group, rule, checkpoint.quantization))
+            block = _multiple(group, rule, checkpoint.quantization)
+            pads = rule is not None and rule.partial is Load.PADDED
+            multiple = lcm(tp, 1 if shared else block) if pads else tp * block
             routed, of_shared = (routed, lcm(of_shared, multiple)) if shared else (lcm(routed, multiple), of_shared)
     return Multiples(routed, of_shared)
+
+
+def unserved(checkpoint: Subject) -> tuple[str, ...]:
+    """Return the servers that cannot serve a model as it is stored, whatever its widths.
+
+    DeepSeek-V4.1's routed experts in FP8: vLLM's own linear layers for it are taken with FP4 experts alone, and no other kernel has
+    blocks of 32x32 (0.33 models/deepseek_v41/quant_config.py; layers/quantization/utils/marlin_utils_fp8.py:124 asserts).
+    """
+    v41 = checkpoint.description.model_type == "deepseek_v41"
+    fp8 = any(d.routed and d.routed.gate.kind is StorageKind.FP8_BLOCK for d in checkpoint.description.layers)
+    return ("vLLM",) if v41 and fp8 else ()
 
 
 def _groups(checkpoint: Subject) -> Iterable[tuple[ExpertGroup, bool]]:
@@ -158,7 +183,7 @@ def _slices(checkpoint: Subject, engine: str, group: ExpertGroup, tp: int, *, sh
         width=group.width,
         rank=group.width // tp,
         multiple=multiple,
-        load=_load(group, rule, multiple, tp),
+        load=Load.UNSERVED if engine in unserved(checkpoint) else _load(group, rule, multiple, tp),
         source=rule.source if rule else USUAL[engine],
     )
 
@@ -187,7 +212,7 @@ def _multiple(group: ExpertGroup, rule: Rule | None, quantization: Quantization)
 
 def _load(group: ExpertGroup, rule: Rule | None, multiple: int, tp: int) -> Load:
     if group.width % tp:
-        return rule.partial if rule and rule.partial is Load.PADDED else Load.REFUSED
+        return rule.partial if rule and rule.shared and rule.partial is Load.PADDED else Load.REFUSED
     rank = group.width // tp
     if rank % multiple == 0:
         return Load.WHOLE

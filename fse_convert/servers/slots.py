@@ -76,6 +76,10 @@ SLOT_TARGETS: tuple[SlotTarget, ...] = (
 """The rows of `TARGETS` that have slot fusion too, and ATOM."""
 
 
+FP8_32_RUN = frozenset({"0.5.23"})
+"""Releases of SGLang of which slots with such blocks were run."""
+
+
 def slot_verdicts(checkpoint: Subject, target: SlotTarget) -> tuple[Verdict, ...]:
     """Judge every layer of a model; gates that look at a whole model or its drafter give all their layers the same answer."""
     description, names = checkpoint.description, set(class_names(checkpoint.config))
@@ -118,6 +122,9 @@ def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subj
     if layer.shared.width != layer.routed.width:
         message = f"the shared expert is {layer.shared.width} wide, a routed one {layer.routed.width}: it fits no slot"
         return because(unchecked, "slot-width", message, hint)
+    if target.requantises and layer.routed.label.startswith(FP8_32) and target.release not in FP8_32_RUN:
+        message = f"slots with {FP8_32} experts were run in {target.engine} {', '.join(FP8_32_RUN)} alone"
+        return because(Outcome.UNKNOWN, "slot-format", message)
     routed, shared = layer.routed.gate, layer.shared.gate
     fp8 = shared.kind is StorageKind.FP8_BLOCK and shared.scale_dtype in REQUANTISED_SCALES
     requantised = target.requantises and routed.kind is StorageKind.MXFP4 and fp8
@@ -141,7 +148,8 @@ def slot_notes(description: Description, target: SlotTarget, verdicts: tuple[Ver
     The latter: 0.5.20 layers/quantization/fp8.py:2956, 0.5.23:3454-3459; layers/moe/moe_runner/deep_gemm.py:312-334.
     """
     if slot_needs(target, [d.routed.label for d in description.layers if d.routed]) != target.started_with:
-        message = f"{target.engine} takes FP8 blocks of 32x32 for 128x128 on HIP, and with DeepEP, Mooncake or NIXL: wrong values"
+        where = "on HIP with AITER, and with DeepEP, Mooncake or NIXL"
+        message = f"{target.engine} takes FP8 blocks of 32x32 for 128x128 {where}: wrong values"
         return (Reason("sglang-block-32", message, hint="serve on CUDA with --moe-a2a-backend none, as this row says"),)
     changed = [d for d, v in zip(description.layers, verdicts, strict=True) if v.fused and _stored_apart(d)]
     if not changed:

@@ -88,7 +88,7 @@ class ExpertWidths(Record, frozen=True, kw_only=True):
 class Model(Record, frozen=True, kw_only=True):
     """The model that was converted.
 
-    ``shared_width``: of the shared MLP, where that is not a multiple of the source's routed width.
+    ``shared_width``: of the shared MLP, where that is not the same multiple of the routed width everywhere.
     """
 
     family: str

@@ -66,9 +66,12 @@ def test_every_command_that_is_offered_does_what_is_said_of_it(
 
 
 def test_what_one_way_of_starting_a_server_reads_rightly_is_offered_and_served_so(made: Make, tmp_path: Path, run: Run) -> None:
-    root, out = made("v4.1-flash"), tmp_path / "out"
+    root, out = made("v4.1-flash", width=768), tmp_path / "out"
     (offer,) = inspected(run, root)["offers"]
-    assert offer["targets"] == ["sglang-0.5.21-slots", "sglang-0.5.22-slots", "sglang-0.5.23-slots"]
+    assert offer["targets"] == ["sglang-0.5.23-slots"]
+    needs = "--enforce-shared-experts-fusion, --moe-a2a-backend none, CUDA, no expert parallelism"
+    lost = "vLLM >= 0.31 and SGLang >= 0.5.23 would no longer fuse it. vLLM could no longer serve it."
+    assert f"{lost} Right only with {needs}." in " ".join(run("inspect", root)[1].split())
     code, _, err = run(root, out, *shlex.split(offer["command"])[3:])
     assert code == 0
     flags = "--enforce-shared-experts-fusion --moe-a2a-backend none"
@@ -79,6 +82,9 @@ def test_what_one_way_of_starting_a_server_reads_rightly_is_offered_and_served_s
     assert f"  python -m sglang.launch_server --model-path {out} --tp 8 {flags}\n" in err
     assert "AMD AITER: no known release fuses this checkpoint as is. vLLM ROCm >= 0.30 would fail" in text
     assert f"--tp 8 {flags}\n" in run("card", out)[1]
+    ranks = " ".join(run("inspect", out, "--tp", 8)[1].split())
+    assert "TP 8: vLLM does not serve this model in FP8 at any width: routed experts, 96 wide per rank; does not" in ranks
+    assert "TP 8: SGLang loads routed experts, 96 wide per rank, a multiple of 32" in ranks
 
 
 def test_what_v4_pro_lacks_for_the_heterogeneous_kernel_is_offered_and_nothing_to_other_sizes(made: Make, run: Run) -> None:

@@ -91,6 +91,7 @@ def laguna(root: Path, shared: int) -> Path:
     [
         (("--tp", 8), 320, {"source": 320, "main": 512, "kernel": 512}, False),
         (("--tp", 8), 896, {"source": 896, "main": 1024, "kernel": 1024}, False),
+        (("--tp", 8), 1536, {"source": 1536, "main": 1536, "kernel": 1536}, False),  # four routed widths, then three
         (("--target", "megamoe-512"), 640, {"source": 640, "main": 1024, "kernel": 1024}, True),
         (("--target", "megamoe-512", "--experts", "shared"), 640, {"source": 640, "main": 640, "kernel": 1024}, True),
     ],
@@ -112,7 +113,8 @@ def test_a_shared_width_of_its_own_is_padded_proved_and_restored(
     assert digest(back) == digest(root)
 
 
-def test_inspect_says_both_widths(tmp_path: Path, run: Run) -> None:
-    _, text, _ = run("inspect", laguna(tmp_path / "source", 896), "--tp", 8)
+@pytest.mark.parametrize(("stored", "needed"), [(896, 1024), (1536, 1536)])
+def test_inspect_says_both_widths(stored: int, needed: int, tmp_path: Path, run: Run) -> None:
+    _, text, _ = run("inspect", laguna(tmp_path / "source", stored), "--tp", 8)
     said = " ".join(text.split())
-    assert "TP 8: 512, with a shared expert of 1024, is the smallest width that all ranks hold in whole blocks" in said
+    assert f"TP 8: 512, with a shared expert of {needed}, is the smallest width that all ranks hold in whole blocks" in said

@@ -53,7 +53,7 @@ def test_every_layout_is_padded_proved_and_restored(
         monkeypatch.setattr(module, "CHUNK", chunk)
     root, out, back = tmp_path / "source", tmp_path / "out", tmp_path / "back"
     case.save(root, shards=2)
-    code, _, err = run(root, out, "--tp", "2")
+    code, _, err = run(root, out, "--tp", case.tp)
     assert code == 0, err
     assert same(load(out), case.tensors(case.padded)) == []
     assert json.loads((out / "config.json").read_text()) == case.config_of(case.padded)
@@ -68,11 +68,11 @@ def test_every_layout_is_padded_proved_and_restored(
 def test_workers_and_parts_change_no_byte(case: Case, tmp_path: Path, run: Run) -> None:
     root = tmp_path / "source"
     case.save(root, shards=3)
-    assert run(root, tmp_path / "one", "--tp", "2", "--workers", "1")[0] == 0
-    assert run(root, tmp_path / "many", "--tp", "2", "--workers", "3")[0] == 0
+    assert run(root, tmp_path / "one", "--tp", case.tp, "--workers", "1")[0] == 0
+    assert run(root, tmp_path / "many", "--tp", case.tp, "--workers", "3")[0] == 0
     for part in ("1/2", "2/2"):
-        assert run(root, tmp_path / "parts", "--tp", "2", "--part", part)[0] == 0
-    assert run(root, tmp_path / "parts", "--tp", "2")[0] == 0
+        assert run(root, tmp_path / "parts", "--tp", case.tp, "--part", part)[0] == 0
+    assert run(root, tmp_path / "parts", "--tp", case.tp)[0] == 0
     for other in ("many", "parts"):
         assert files(tmp_path / other) == files(tmp_path / "one")
         assert all(filecmp.cmp(tmp_path / "one" / n, tmp_path / other / n, shallow=False) for n in files(tmp_path / "one"))

@@ -50,6 +50,16 @@ def test_the_page_of_families_is_the_data(make: ModuleType) -> None:
     assert all(f"`{t}`" in page for family in FAMILIES for t in family.model_types)
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "Granite-MoE", "Aria", "Llama 4", "Qwen3-VL-MoE"])
+def test_the_page_of_families_names_single_experts_only_where_releases_have_them(name: str) -> None:
+    rows = {
+        line.split(" | ")[0].removeprefix("| "): line for line in (DOCS / "families.md").read_text(encoding="utf-8").splitlines()
+    }
+    assert "experts.E." not in rows[name]
+    assert "of all experts `model.layers.N." in rows[name]
+    assert "experts.E.{gate_proj,up_proj,down_proj}`, or of all experts `{experts.gate_up_proj" in rows["Qwen3.5"]
+
+
 def test_the_page_of_codes_is_the_data(make: ModuleType) -> None:
     assert (DOCS / "codes.md").read_text(encoding="utf-8") == make.codes_markdown()
 

@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any
 
 import pytest
+import torch
 
 from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
 from fse_convert.model.describe import describe
@@ -17,7 +18,7 @@ from fse_convert.model.moe import LayerKind, Role
 from fse_convert.model.quantization import read_quantization
 from fse_convert.servers.judge import judge
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert, subject_of
-from tests.stacked import CASES
+from tests.stacked import CASES, Case
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
 
@@ -509,6 +510,44 @@ def test_a_model_type_that_is_not_known_resembles_a_family_with_such_names(relea
     named, known = (describe(made, read_quantization(config), f) for f in (unknown.like, release.family))
     assert named.problems == named.conflicts == ()
     assert named.layers == known.layers == description_of(config_of(release), tensors_of(release)).layers
+
+
+def stacked_tensors(case: Case) -> Tensors:
+    dtypes = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
+    return {name: (dtypes[t.dtype], tuple(t.shape)) for name, t in case.tensors(case.width).items()}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.stacks[0].startswith("experts.")], ids=lambda c: c.name)
+def test_stacked_experts_of_a_model_type_that_is_not_known_resemble_a_family_with_such_stacks(case: Case) -> None:
+    config, tensors = case.config_of(case.width), stacked_tensors(case)
+    like = description_of({**config, "model_type": "newcomer"}, tensors).like
+    made = checkpoint({**config, "model_type": "newcomer"}, tensors)
+    named = describe(made, read_quantization(made.config), like)
+    assert named.problems == named.conflicts == ()
+    assert named.layers == description_of(config, tensors).layers
+
+
+def test_stacks_that_two_families_read_differently_resemble_none() -> None:
+    """Both gpt-oss's keys and Qwen3-VL's: gate and up may stand in turn or one behind the other."""
+    case = next(c for c in CASES if c.name == "L3 BF16")
+    config = case.config_of(case.width) | {"model_type": "newcomer", "moe_intermediate_size": case.width}
+    assert description_of(config, stacked_tensors(case)).like == ""
+
+
+@pytest.mark.parametrize("change", ["no down", "experts of their own", "another width", "another name"])
+def test_stacks_that_are_not_all_of_a_layer_resemble_none(change: str) -> None:
+    case = next(c for c in CASES if c.name == "L1 Qwen3.5")
+    config, tensors = case.config_of(case.width) | {"model_type": "newcomer"}, stacked_tensors(case)
+    block = "model.layers.0.mlp.experts"
+    if change == "no down":
+        tensors = {name: t for name, t in tensors.items() if "experts.down_proj" not in name}
+    elif change == "experts of their own":
+        tensors |= expert(f"{block}.0", "bf16", case.width, case.hidden, PROJ)
+    elif change == "another width":
+        config["moe_intermediate_size"] = 64
+    else:
+        tensors[f"{block}.w13_blocks"] = ("U8", (EXPERTS, 66, 2, 16))
+    assert description_of(config, tensors).like == ""
 
 
 @pytest.mark.parametrize("change", ["another projection", "no width", "no count", "experts elsewhere", "stacked"])

@@ -141,7 +141,9 @@ def laguna(routed: str, shared: str, widths: tuple[int, int], **config: Any) -> 
         (laguna("fp8-128-f32", "fp8-128-f32", (768, 1280), quantization_config=FP8), 4, (1024, 1536)),
         (laguna("fp8-128-f32", "bf16", (768, 1280), quantization_config=FP8), 4, (1024, 1280)),
         (laguna("bf16", "fp8-128-f32", (768, 1280), quantization_config=FP8), 4, (768, 1536)),
-        (laguna("bf16", "fp8-128-f32", (768, 1536), quantization_config=FP8), 8, (1024, 2048)),  # a multiple stays the same one
+        (laguna("bf16", "fp8-128-f32", (768, 1536), quantization_config=FP8), 8, (768, 2048)),
+        (laguna("fp8-128-f32", "bf16", (768, 768), quantization_config=FP8), 4, (1024, 1024)),  # as wide as a routed one, so fused
+        (laguna("fp8-128-f32", "fp8-128-f32", (1408, 5632), quantization_config=FP8), 8, (2048, 6144)),  # Qwen2-57B-A14B's ratio
     ],
 )
 def test_a_shared_width_of_its_own_grows_by_itself(source: Source, tp: int, widths: tuple[int, int]) -> None:
@@ -151,6 +153,29 @@ def test_a_shared_width_of_its_own_grows_by_itself(source: Source, tp: int, widt
     config = source.checkpoint.config | {e.key: e.new for e in decision.config_edits}
     assert tuple(config[key] for key in keys) == widths
     assert decision.pads == (decision.at_main != decision.at_source)
+
+
+def test_a_multiple_of_the_routed_width_stays_the_same_one_where_something_asks_for_it() -> None:
+    fp8 = laguna("fp8-128-f32", "fp8-128-f32", (1408, 5632), quantization_config=FP8)
+    for target in ("megamoe-512", "vllm-0.33-aiter"):
+        decision = decide(fp8, Options(find_any(target), tp=8, allow_unfused=True))
+        assert (decision.at_kernel.routed, decision.at_kernel.shared) == (2048, 8192)
+    assert decide(glm("bf16", "fp8-128-f32", 768, 2, quantization_config=FP8), Options(None, tp=4)).growth == "768 -> 768"
+
+
+def test_a_routed_key_that_some_loader_reads_as_the_shared_width_ties_both() -> None:
+    """Sarvam: SGLang builds the shared MLP from the routed width."""
+    tensors: Tensors = expert("model.layers.0.mlp.experts.0", "fp8-128-f32", 1408, HIDDEN, PROJ)
+    tensors |= expert("model.layers.0.mlp.shared_experts", "fp8-128-f32", 4 * 1408, HIDDEN, PROJ)
+    config = {
+        "model_type": "sarvam_moe",
+        "num_hidden_layers": 1,
+        "num_experts": 1,
+        "num_shared_experts": 4,
+        "quantization_config": FP8,
+    }
+    config |= {"moe_intermediate_size": 1408, "moe_shared_expert_intermediate_size": 1408}
+    assert decide(describe_source(checkpoint(config, tensors)), Options(None, tp=8)).growth == "1408 -> 2048"
 
 
 def test_a_width_that_is_stated_per_shared_expert_stays_whole() -> None:

@@ -269,7 +269,7 @@ def test_sglang_puts_bf16_into_mxfp4_slots_of_glm() -> None:
 def test_blocks_that_some_kernels_of_sglang_misread_are_a_condition_of_its_row() -> None:
     small = {**V41, "expert_dtype": "fp8", "quantization_config": {**FP8, "weight_block_size": [32, 32]}}
     for model, types, narrow in (
-        (Model(routed="fp8-32", config=small), SLOTS[1:], True),
+        (Model(routed="fp8-32", config=small), SLOTS[-1:], True),
         (fp8("fp8-128-f32-scale"), SLOTS, False),
     ):
         found = answers(model.subject())
@@ -278,6 +278,12 @@ def test_blocks_that_some_kernels_of_sglang_misread_are_a_condition_of_its_row()
             assert ("--moe-a2a-backend none, CUDA" in found[name].started_with) == narrow
             assert [n.code for n in found[name].notes] == ["sglang-block-32"] * narrow
         assert found["atom"].started_with == "ROCm; ATOM_FUSE_SHARED_EXPERT not 0"
+
+
+def test_slots_with_small_blocks_are_known_of_the_release_that_was_run() -> None:
+    small = {**V41, "expert_dtype": "fp8", "quantization_config": {**FP8, "weight_block_size": [32, 32]}}
+    found = answers(Model(routed="fp8-32", config=small).subject())
+    assert {found[name].model.outcome for name in ("sglang-0.5.21-slots", "sglang-0.5.22-slots")} == {Outcome.UNKNOWN}
 
 
 def test_a_server_that_refuses_still_says_what_would_go_wrong() -> None:

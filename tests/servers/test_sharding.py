@@ -29,6 +29,19 @@ def model(
 LING_3, DOTS = (model("bf16", 768, "fp8-128", model_type=name, **FP8) for name in ("bailing_hybrid", "dots3_note"))
 
 
+def gpt_oss(method: str, store: str = "mxfp4", width: int = 2880) -> Subject:
+    """gpt-oss with stacked experts as they are released, or one by one as Quark writes them."""
+    at, blocks = "model.layers.0.mlp.experts", HIDDEN // 32
+    stacked: Tensors = {
+        f"{at}.gate_up_proj_blocks": ("U8", (2, 2 * width, blocks, 16)),
+        f"{at}.gate_up_proj_scales": ("U8", (2, 2 * width, blocks)),
+        f"{at}.down_proj_blocks": ("U8", (2, HIDDEN, width // 32, 16)),
+        f"{at}.down_proj_scales": ("U8", (2, HIDDEN, width // 32)),
+    }
+    tensors = expert(f"{at}.0", store, width, HIDDEN, PROJ) if method == "quark" else stacked
+    return subject_of({"model_type": "gpt_oss", "quantization_config": {"quant_method": method}}, tensors)
+
+
 def loads(about: Subject, engine: str, tp: int) -> list[Load]:
     return [s.load for s in slices(about, engine, tp)]
 
@@ -86,6 +99,13 @@ def test_a_shared_mlp_of_several_experts_needs_less_of_one() -> None:
         (model("mxfp4", 2048, **FP8), 8, ([Load.WHOLE], [Load.WHOLE])),
         (model("bf16", 1536), 5, ([Load.REFUSED], [Load.REFUSED])),
         (LING_3, 4, ([Load.WHOLE, Load.PADDED], [Load.WHOLE, Load.PADDED])),
+        (gpt_oss("mxfp4"), 8, ([Load.PADDED], [Load.PADDED])),
+        (gpt_oss("gpt_oss_mxfp4"), 8, ([Load.PADDED], [Load.WRONG])),
+        (gpt_oss("quark"), 8, ([Load.PADDED], [Load.WRONG])),
+        (gpt_oss("quark", "nvfp4", 2896), 16, ([Load.WRONG], [Load.WRONG])),
+        (gpt_oss("mxfp4"), 6, ([Load.WHOLE], [Load.WHOLE])),
+        (gpt_oss("mxfp4"), 7, ([Load.REFUSED], [Load.REFUSED])),
+        (model("mxfp4", 640, quantization_config={"quant_method": "mxfp4"}), 8, ([Load.WRONG], [Load.WRONG])),
         (DOTS, 4, ([Load.WHOLE, Load.PADDED], [Load.WHOLE, Load.REFUSED])),
     ],
 )
@@ -105,3 +125,8 @@ def test_a_server_that_pads_shared_experts_asks_no_width_for_them() -> None:
     assert smallest_width(LING_3, 768, 1, 16) == 768
     other = model("bf16", 768, "fp8-128", **FP8)
     assert smallest_width(other, 768, 1, 16) == 2048
+
+
+@pytest.mark.parametrize(("tp", "width"), [(2, 2880), (6, 2880), (7, 2912), (8, 2880), (11, 3168), (64, 2880)])
+def test_gpt_oss_needs_whole_blocks_and_a_width_that_the_ranks_divide(tp: int, width: int) -> None:
+    assert smallest_width(gpt_oss("mxfp4"), 2880, 0, tp) == width

@@ -36,7 +36,7 @@ EACH = 4
 
 def converted(case: Case, root: Path) -> Converted:
     case.save(root / "source")
-    Conversion(Request(root / "source", root / "out", Options(None, tp=2), Link.COPY)).run(ignore)
+    Conversion(Request(root / "source", root / "out", Options(None, tp=case.tp), Link.COPY)).run(ignore)
     return Converted(
         open_source(LocalFolder(root / "source")), root / "out", OutputManifest.read(LocalFolder(root / "out")).content
     )
