@@ -23,7 +23,7 @@ from fse_convert.model.grouping import EXPERT_MODULE, Grouping, group_layers, se
 from fse_convert.model.moe import Expert, MoELayer, Projection, Role
 from fse_convert.model.quantization import Quantization
 from fse_convert.model.resemblance import resembling
-from fse_convert.model.stacked import Slot, place, repeated, single, straddling
+from fse_convert.model.stacked import Slot, odd_biases, place, repeated, single, straddling
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
@@ -286,6 +286,9 @@ def _stacked(
         return None
     for slot, message in straddling(slots, group.formats, stated):
         problems.add(Problem("scale-straddles", message, slot.info.name))
+    for slot, rows in odd_biases(slots, group.formats):
+        message = f"a bias of {list(slot.info.shape)} beside matrices of {rows} rows"
+        problems.add(Problem("expert-shape", message, slot.info.name, INCOMPLETE))
     return replace(group, experts=own, stacked=tuple(slot.stacked(group.formats[slot.stack.roles[-1]]) for slot in slots))
 
 

@@ -168,3 +168,11 @@ def straddling(slots: Iterable[Slot], formats: Mapping[Role, Format], stated: tu
                 yield slot, "a block of scales holds rows of gate and of up: padding would cut it"
             elif f.block != stated:
                 yield slot, "gate and up are one matrix, and no weight_block_size says which of its rows share a scale"
+
+
+def odd_biases(slots: Iterable[Slot], formats: Mapping[Role, Format]) -> Iterator[tuple[Slot, int]]:
+    """Yield biases that have not an element for every row of their matrices, and how many rows those have."""
+    for slot in slots:
+        rows = sum(formats[role].shape[0] for role in slot.stack.roles)
+        if slot.part == BIAS and slot.info.shape[slot.leading :] != (rows,):
+            yield slot, rows

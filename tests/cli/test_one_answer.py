@@ -78,9 +78,7 @@ def test_what_inspect_notes_convert_notes_too(
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "n_routed_experts"])
-def test_a_size_that_is_no_integer_is_no_yes_of_a_server_before_or_after(
-    key: str, source: Callable[..., Path], tmp_path: Path, run: Run
-) -> None:
+def test_a_size_that_is_no_integer_is_no_yes_of_a_server(key: str, source: Callable[..., Path], tmp_path: Path, run: Run) -> None:
     root = source("v4-flash", layers=2)
     edit_config(root, lambda config: config.update({key: str(config[key])}))
     assert run("inspect", root, "--require", "vllm-0.33")[0] == 1

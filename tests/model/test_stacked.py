@@ -181,3 +181,16 @@ def test_exclusions_name_stacks_too(name: str, entries: list[str]) -> None:
     stored = described(case_named(f"{name} FP8"), quantization_config=quantization).conflicts
     assert [c.code for c in stored] == ["quantization-excluded"] * 2
     assert all(sum(entry in c.hint for c in stored) == 1 for entry in entries)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("gate_up_proj_bias", -2), ("gate_up_proj_bias", 28), ("down_proj_bias", -59)])
+@pytest.mark.parametrize("case", ["L3 MXFP4"])
+def test_a_bias_has_an_element_for_every_row_of_its_matrices(case: str, name: str, rows: int) -> None:
+    def edit(tensors: Tensors) -> None:
+        for full in [n for n in tensors if n.endswith(name)]:
+            dtype, (experts, length) = tensors[full]
+            tensors[full] = dtype, (experts, length + rows)
+
+    found = described(case_named(case), edit)
+    assert "expert-shape" in codes(found)
+    assert any(p.where.endswith(name) for p in found.problems)
