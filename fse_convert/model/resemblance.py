@@ -49,7 +49,8 @@ def _whole(family: Family, layer: MoELayer, widths: set[int | None]) -> bool:
     if slots:
         roles.add(frozenset(role for slot in slots for role in slot.stack.roles))
     shared, gate = layer.shared is not None, layer.gate_tensor is not None
-    wide = all(slot.slice().shape[0] in widths for slot in slots if slot.part in WEIGHTS and Role.UP in slot.stack.roles)
+    up = (slot for slot in slots if slot.part in WEIGHTS and Role.UP in slot.stack.roles)
+    wide = all(slot.slice().shape[0] in {w * len(slot.stack.roles) for w in widths if w} for slot in up)
     understood = not layer.unknown and len(slots) == len(layer.stacked) and not (slots and layer.routed) and wide
     expected = ({frozenset(family.routed_names.values())}, bool(family.shared), family.gated)
     return understood and (roles, shared, gate) == expected

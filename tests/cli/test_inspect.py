@@ -43,8 +43,8 @@ def test_the_first_lines_answer_the_question(run: Run, v41: Path) -> None:
     assert "layers.0..2.ffn (3)  2 x MXFP4, 2304 wide  shared: FP8 32x32 E8M0" in lines[1]
     assert "NVIDIA MegaMoE: vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as is." in lines[3:6]
     assert max(len(line) for line in lines if not line.startswith("  fse-convert ")) <= 100
-    assert len(lines[: next(i for i, line in enumerate(lines) if line.startswith("AITER FSE"))]) <= 29
-    assert len(lines) <= 64
+    assert len(lines[: next(i for i, line in enumerate(lines) if line.startswith("AITER FSE"))]) <= 31
+    assert len(lines) <= 65
 
 
 def test_a_strip_has_a_cell_per_layer_and_the_drafter_apart(run: Run, v41: Path) -> None:

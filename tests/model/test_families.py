@@ -9,7 +9,6 @@ from shlex import quote
 from typing import Any
 
 import pytest
-import torch
 
 from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
 from fse_convert.model.describe import describe
@@ -18,6 +17,7 @@ from fse_convert.model.moe import LayerKind, Role
 from fse_convert.model.quantization import read_quantization
 from fse_convert.servers.judge import judge
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert, subject_of
+from tests.model.test_stacked import headers
 from tests.stacked import CASES, Case
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
@@ -512,14 +512,9 @@ def test_a_model_type_that_is_not_known_resembles_a_family_with_such_names(relea
     assert named.layers == known.layers == description_of(config_of(release), tensors_of(release)).layers
 
 
-def stacked_tensors(case: Case) -> Tensors:
-    dtypes = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
-    return {name: (dtypes[t.dtype], tuple(t.shape)) for name, t in case.tensors(case.width).items()}
-
-
 @pytest.mark.parametrize("case", [c for c in CASES if c.stacks[0].startswith("experts.")], ids=lambda c: c.name)
 def test_stacked_experts_of_a_model_type_that_is_not_known_resemble_a_family_with_such_stacks(case: Case) -> None:
-    config, tensors = case.config_of(case.width), stacked_tensors(case)
+    config, tensors = case.config_of(case.width), headers(case, case.width)
     like = description_of({**config, "model_type": "newcomer"}, tensors).like
     made = checkpoint({**config, "model_type": "newcomer"}, tensors)
     named = describe(made, read_quantization(made.config), like)
@@ -531,13 +526,13 @@ def test_stacks_that_two_families_read_differently_resemble_none() -> None:
     """Both gpt-oss's keys and Qwen3-VL's: gate and up may stand in turn or one behind the other."""
     case = next(c for c in CASES if c.name == "L3 BF16")
     config = case.config_of(case.width) | {"model_type": "newcomer", "moe_intermediate_size": case.width}
-    assert description_of(config, stacked_tensors(case)).like == ""
+    assert description_of(config, headers(case, case.width)).like == ""
 
 
 @pytest.mark.parametrize("change", ["no down", "experts of their own", "another width", "another name"])
 def test_stacks_that_are_not_all_of_a_layer_resemble_none(change: str) -> None:
     case = next(c for c in CASES if c.name == "L1 Qwen3.5")
-    config, tensors = case.config_of(case.width) | {"model_type": "newcomer"}, stacked_tensors(case)
+    config, tensors = case.config_of(case.width) | {"model_type": "newcomer"}, headers(case, case.width)
     block = "model.layers.0.mlp.experts"
     if change == "no down":
         tensors = {name: t for name, t in tensors.items() if "experts.down_proj" not in name}
