@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,15 @@ class Model:
     keys: dict[str, int] = field(default_factory=lambda: {MOE: 1})
     name: str = ""
     vision: Config = field(default_factory=dict)
+    audio: Config = field(default_factory=dict)
     options: tuple[str, ...] = ("--allow-unfused",)
     original: bool = True
     transposed: bool = False
 
 
 TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 512}
-PIXTRAL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "head_dim": 16}
+TOWER_LAYERS = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+PIXTRAL = {**TOWER_LAYERS, "head_dim": 16}
 TYPES = ["dense", "sparse", "sparse"]
 FULL = {"layer_types": ["full_attention"] * 3}
 
@@ -85,6 +87,11 @@ STACKED = (
     Model("mistral4"),
     routed_only("gemma4_text", enable_moe_block=True, top_k_experts=2, head_dim=64, global_head_dim=64),
     Model("aria_text", {EITHER: 320}, {EITHER: 1}),
+    replace(
+        routed_only("muse_spark", moe_hidden_size=256, layer_types=["full_attention"] * 3),
+        vision={**TOWER_LAYERS, "pos_emb_height": 4, "pos_emb_width": 4, "layer_types": ["full_attention"]},
+        audio={"out_hidden_size": 512, "num_hidden_layers": 1, "patch_sizes": [16], "hidden_sizes": [32], "depths": [1]},
+    ),
     Model(
         "step3p7",
         {"share_expert_dim": 320, "sliding_window": 64, "mlp_layer_types": TYPES, **FULL},
@@ -166,7 +173,8 @@ def config_of(model: Model) -> Any:
     cls = transformers.CONFIG_MAPPING[model.model_type]
     known = cls().get_text_config()
     inner = {k: v for k, v in COMMON.items() if k in known.to_dict() or k in known.attribute_map} | model.own
-    return cls(text_config=inner, vision_config=model.vision) if model.vision else cls(**inner)
+    towers = {"vision_config": model.vision, "audio_config": model.audio}
+    return cls(text_config=inner, **{name: t for name, t in towers.items() if t}) if model.vision else cls(**inner)
 
 
 def loader_of(config: Any) -> Any:

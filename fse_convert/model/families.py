@@ -22,7 +22,7 @@ RUN = frozenset({
     "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm5_next", "glm_moe_dsa", "gpt_oss", "granitemoe",
     "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "jamba", "kimi_linear",
     "kolibri1", "laguna", "lfm2_moe", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
-    "minimax_m3_vl_text", "mistral4", "mistral_large4", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
+    "minimax_m3_vl_text", "mistral4", "mistral_large4", "mixtral", "muse_spark", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
     "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen4_exp_text", "sarvam_mla", "sarvam_moe",
     "solar_open", "step3p7",
 })  # fmt: skip
