@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from itertools import takewhile
 
 import click
 from click.shell_completion import CompletionItem
@@ -34,6 +35,9 @@ EXAMPLES = (
 SYNONYMS = {"version": "--version", "-V": "--version", "help": "--help"}
 
 
+LOG_FLAGS = ("-q", "--quiet", "-v", "-vv", "--verbose", "--log-json")
+
+
 class DefaultGroup(click.Group):
     """A group whose command ``convert`` may be left out: ``fse-convert CHECKPOINT OUT``."""
 
@@ -45,6 +49,9 @@ class DefaultGroup(click.Group):
         while args[:1] and args[0].partition("=")[0] == "--color":  # before a command as behind it
             n = 1 if "=" in args[0] else 2
             args = [*args[n:], *args[:n]]
+        quiet = list(takewhile(LOG_FLAGS.__contains__, args))
+        if quiet and args[len(quiet) :][:1] and args[len(quiet)] in self.commands:
+            args = [*args[len(quiet) :], *quiet]
         if args and args[0] in SYNONYMS and not os.path.lexists(args[0]):
             args = [*args[1:2], SYNONYMS[args[0]]]
         own = [o for p in self.get_params(ctx) for o in p.opts if o != "-v"]  # which says nothing without --version

@@ -206,6 +206,14 @@ def test_a_typo_is_told_what_was_meant(words: list[str], meant: str, run: Run) -
     assert re.search(rf"(Did you mean|Possible options:).* '?{meant}\b", err), err
 
 
+@pytest.mark.parametrize("flags", [["-q"], ["-v"], ["-q", "--log-json"]], ids=" ".join)
+def test_how_much_is_said_may_stand_before_a_command(flags: list[str], made: Make, run: Run, tmp_path: Path) -> None:
+    code, out, _ = run(*flags, "inspect", made())
+    assert (code, out) == run("inspect", made(), *flags)[:2]
+    assert code == 0
+    assert run(*flags, made(), tmp_path / "out", "--dry-run")[0] == 0
+
+
 def test_options_come_from_the_environment(made: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSE_CONVERT_TARGET", "megamoe-128")
     monkeypatch.setenv("FSE_CONVERT_JSON", "1")
