@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fse_convert.testing import memory
+
 HIDDEN, EXPERTS, LAYERS = 64, 3, 2
 Tensors = dict[str, Tensor]
 Matrices = tuple[Tensor, Tensor, Tensor]
@@ -323,3 +325,11 @@ CASES = (
         config={**STEP, **FP8_CONFIG},
     ),
 )
+
+
+DTYPES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float32": "F32", "uint8": "U8"}
+
+
+def headers(case: Case, width: int) -> memory.Tensors:
+    """The tensors of a case as headers."""
+    return {n: (DTYPES[str(t.dtype).partition(".")[2]], tuple(t.shape)) for n, t in case.tensors(width).items()}

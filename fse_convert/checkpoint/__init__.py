@@ -1,1 +1,1 @@
-"""Checkpoints on disk: strict safetensors headers, the cross-checked folder, byte-range copies, and the way a new one appears."""
+"""Checkpoints on disk: strict safetensors headers, and the cross-checked folder."""

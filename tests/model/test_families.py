@@ -17,8 +17,7 @@ from fse_convert.model.moe import LayerKind, Role
 from fse_convert.model.quantization import read_quantization
 from fse_convert.servers.judge import judge
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert, subject_of
-from tests.model.test_stacked import headers
-from tests.stacked import CASES, Case
+from tests.stacked import CASES, Case, headers
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 256, 128, 3, 2
 

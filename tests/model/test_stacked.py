@@ -12,14 +12,7 @@ from fse_convert.model.moe import Role
 from fse_convert.plan.costs import padding, stored
 from fse_convert.servers.native import LaunchWidths
 from fse_convert.testing.memory import Tensors, checkpoint, description_of, expert
-from tests.stacked import CASES, EXPERTS, LAYERS, Case
-
-DTYPES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float32": "F32", "uint8": "U8"}
-
-
-def headers(case: Case, width: int) -> Tensors:
-    """The tensors of a case as headers."""
-    return {n: (DTYPES[str(t.dtype).partition(".")[2]], tuple(t.shape)) for n, t in case.tensors(width).items()}
+from tests.stacked import CASES, EXPERTS, LAYERS, Case, headers
 
 
 def described(case: Case, edit: Callable[[Tensors], Any] = lambda _: None, **config: Any) -> Description:
