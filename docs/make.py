@@ -20,9 +20,9 @@ from rich.text import Text
 
 from fse_convert.codes import Kind, all_codes
 from fse_convert.errors import FseConvertError
-from fse_convert.model.families import FAMILIES, RUN
-from fse_convert.model.families_stacked import STACKED_ONLY
-from fse_convert.model.family import Family
+from fse_convert.model.families.family import Family
+from fse_convert.model.families.find import FAMILIES, RUN
+from fse_convert.model.families.stacked_only import STACKED_ONLY
 from fse_convert.model.formats import StorageKind
 from fse_convert.plan.advice import releases
 from fse_convert.plan.decide import decide

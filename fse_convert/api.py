@@ -12,7 +12,7 @@ from fse_convert.errors import FseConvertError, Problem, environment
 from fse_convert.inspection import Inspection, open_folder
 from fse_convert.inspection import inspect as inspect_folder
 from fse_convert.output.copying import Link
-from fse_convert.output.jobs import Part
+from fse_convert.output.parts import Part
 from fse_convert.plan.costs import Serving
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.progress import Observer, ignore

@@ -12,7 +12,7 @@ from pathlib import Path
 import fse_convert
 from fse_convert.errors import EnvironmentFailure, FseConvertError, environment, limits, size
 from fse_convert.output.copying import shares_blocks
-from fse_convert.output.staging import existing_home, free_space
+from fse_convert.output.free_space import existing_home, free_space
 from fse_convert.servers.judge import ALL_TARGETS
 from fse_convert.servers.naming import find_named
 

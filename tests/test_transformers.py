@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fse_convert.model.families import RUN
+from fse_convert.model.families.find import RUN
 from fse_convert.testing.patch import poke
 
 pytestmark = pytest.mark.slow

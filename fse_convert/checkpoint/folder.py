@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import sys
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
 from fse_convert.checkpoint.left_out import Kind, find_clutter
+from fse_convert.checkpoint.safe_paths import check_spelling
 from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, naming, some
 
 LARGEST_WHOLE = 256 << 20
@@ -87,7 +86,7 @@ class LocalFolder:
             odd += [within[n] for n in links if n not in kinds]
             names[:] = sorted(n for n in names if n not in links and n not in kinds)
             for name in (within[n] for n in leaves if n not in kinds):
-                _check_locale(name)
+                check_spelling(name)
                 try:
                     info = os.stat(self.root / name)
                 except OSError as e:
@@ -186,16 +185,6 @@ def _hint_for(root: Path) -> str:
 def _refuse(error: OSError) -> NoReturn:
     """Raise: a folder that cannot be listed must not pass for an empty one."""
     raise error
-
-
-def _check_locale(name: str) -> None:
-    """Refuse a UTF-8 name that this locale reads as another: the index and the output spell it in UTF-8."""
-    with suppress(UnicodeDecodeError):
-        utf8 = os.fsencode(name).decode("utf-8")
-        if utf8 != name:
-            message = f"the locale's encoding, {sys.getfilesystemencoding()}, cannot spell this file name"
-            hint = "set PYTHONUTF8=1, or a UTF-8 locale: LC_ALL=C.UTF-8"
-            raise EnvironmentFailure(Problem("locale-encoding", message, utf8, hint))
 
 
 def _relative(folder: str, leaf: str, root: Path) -> str:

@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 from fse_convert.checkpoint.folder import Folder
 from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_HINT, LFS_POINTER, Header, TensorInfo, header_length, parse_header
 from fse_convert.checkpoint.left_out import ADAPTERS, INDEXES, OTHER_FORMATS, SLICE, Kind, beside, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, QUANT_CONFIG, SIDECAR, SUFFIX, natural_key
+from fse_convert.checkpoint.safe_paths import unsafe_shards
 from fse_convert.checkpoint.unlisted import judge_unlisted
 from fse_convert.errors import InvalidCheckpoint, Problem, some
 
@@ -202,15 +202,9 @@ class _CheckpointReader:
             self._problem("index-invalid", "no weight_map from tensor names to file names", INDEX, "download it again")
             self.unread.add(INDEX)
             return None
-        outside = sorted(n for n in set(weight_map.values()) if not _is_inside(n))
-        for name in outside:
-            message = f"weight_map leads outside of the checkpoint: {name!r}"
-            self._problem("index-path", message, INDEX, "do not trust this checkpoint")
-        elsewhere = sorted(n for n in {*weight_map.values()}.difference(outside) if "/" in n or not n.endswith(SUFFIX))
-        if elsewhere:
-            message = f"weight_map names {some(elsewhere)}: servers read safetensors files beside the index only"
-            self._problem("index-path", message, INDEX, "move or convert these files, and name them in weight_map without a folder")
-        self.distrusted = {t for t, n in weight_map.items() if n in (*outside, *elsewhere)}
+        unsafe, problems = unsafe_shards(set(weight_map.values()))
+        self.problems += problems
+        self.distrusted = {t for t, n in weight_map.items() if n in unsafe}
         return {t: n for t, n in weight_map.items() if t not in self.distrusted} if self.distrusted else weight_map
 
     def _unindexed(self, left: Mapping[str, Kind]) -> list[str]:
@@ -374,8 +368,3 @@ def _no_weights(left: Mapping[str, Kind]) -> tuple[str, str]:
             "save them as safetensors first: save_pretrained of transformers does",
         )
     return "no safetensors file and no index", "give the folder that holds the weights"
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and "\\" not in name and "\0" not in name and ".." not in path.parts

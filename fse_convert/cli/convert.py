@@ -24,13 +24,13 @@ from fse_convert.cli.options import (
 )
 from fse_convert.errors import ExitCode, Problem, UsageError
 from fse_convert.output.copying import Link
-from fse_convert.output.staging import Staging
+from fse_convert.output.lock import staging_root
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.report.log import Log
 from fse_convert.verification.findings import Level
 
 if TYPE_CHECKING:
-    from fse_convert.output.jobs import Part
+    from fse_convert.output.parts import Part
 
 
 @cli.command(
@@ -174,7 +174,7 @@ def convert(
         return ExitCode.OK if estimate.fits else ExitCode.ENVIRONMENT
     found = "" if restart else job.kept()
     if found:
-        log.note(Problem("resuming", f"{found} are there from an earlier run; their content is checked", str(Staging(out).root)))
+        log.note(Problem("resuming", f"{found} are there from an earlier run; their content is checked", str(staging_root(out))))
     keep_freed_memory()
     with interruptible(out, job.kept), progress(job.workload(), log) as observe:
         result = job.run(observe)

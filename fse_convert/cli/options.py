@@ -14,12 +14,12 @@ import click
 
 from fse_convert.errors import Problem
 from fse_convert.output.copying import Link
-from fse_convert.output.staging import Staging
+from fse_convert.output.lock import staging_root
 from fse_convert.plan.source import FAMILY_NAMES
 from fse_convert.report.log import Log, listening
 
 if TYPE_CHECKING:
-    from fse_convert.output.jobs import Part
+    from fse_convert.output.parts import Part
 
 Command = Callable[..., Any]
 MOST_PARTS = 10_000
@@ -89,7 +89,7 @@ def part_option(_ctx: click.Context, _param: click.Parameter, value: str | None)
         return None
     index, slash, count = value.partition("/")
     if slash and value.isascii() and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count) <= MOST_PARTS:
-        from fse_convert.output.jobs import Part
+        from fse_convert.output.parts import Part
 
         return Part(index=int(index), count=int(count))
     raise click.BadParameter(f"{value!r} is not I/N with 1 <= I <= N <= {MOST_PARTS}, such as 2/8")
@@ -137,7 +137,7 @@ def interruptible(out: Path, finished: Callable[[], str]) -> Iterator[None]:
     except Exception:
         raise
     except BaseException as stopped:
-        root = Staging(out).root
+        root = staging_root(out)
         done = finished()
         resume = "the same command resumes from there" if done else "the same command begins again"
         if root.exists():

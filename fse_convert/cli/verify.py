@@ -58,7 +58,7 @@ def verify(
     which anyone who edits OUT can compute again. Files that hubs add and people edit once OUT is published, and that no server
     reads (.gitattributes, README.md, licences, pictures), may differ: they are noted.
     """
-    from fse_convert.output.staging import left_behind
+    from fse_convert.output.overwrite import left_behind
     from fse_convert.report.progress import progress
     from fse_convert.report.proof import print_proof
     from fse_convert.report.records import dump, verify_record

@@ -16,7 +16,7 @@ from fse_convert.conversion.source_rows import open_reader
 from fse_convert.conversion.writer import needs_torch, write_shard
 from fse_convert.output.copying import SHARED, Link, carry
 from fse_convert.output.digests import Scan
-from fse_convert.output.jobs import Job
+from fse_convert.output.parts import Job
 from fse_convert.plan.changes.change import changed_config
 from fse_convert.plan.manifest import added_elements
 from fse_convert.plan.plan import Decision, Plan

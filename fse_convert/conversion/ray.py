@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem
-from fse_convert.output.jobs import Part
+from fse_convert.output.parts import Part
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -21,19 +21,13 @@ from fse_convert.conversion.files import json_texts, shard_jobs
 from fse_convert.conversion.writer import needs_torch
 from fse_convert.errors import EnvironmentFailure, Problem, ServerRefuses, UsageError, environment, size
 from fse_convert.output.copying import Link, carry, way
-from fse_convert.output.jobs import Job, Part, run_jobs
-from fse_convert.output.staging import (
-    MARGIN,
-    Staging,
-    check_output,
-    check_space,
-    check_staged,
-    existing_home,
-    free_space,
-    kept,
-    reading,
-    stage,
-)
+from fse_convert.output.free_space import MARGIN, check_space, existing_home, free_space
+from fse_convert.output.lock import staging_root
+from fse_convert.output.overwrite import check_output
+from fse_convert.output.parts import Job, Part
+from fse_convert.output.resume import finished_sizes
+from fse_convert.output.staging import Staging, check_staged, reading, stage
+from fse_convert.output.workers import run_jobs
 from fse_convert.plan.manifest import arguments_record, draft_manifest
 from fse_convert.plan.notes import notes, refusal
 from fse_convert.plan.plan import Options, Plan
@@ -194,7 +188,7 @@ class Conversion:
     def kept(self) -> str:
         """Say which of this run's shards are finished: ``6 of 13 shards (1.20 GiB)``; empty where none is."""
         with environment(self.request.out):
-            done = kept(self.request.out, self.fingerprint)
+            done = finished_sizes(staging_root(self.request.out), self.fingerprint)
         mine = [done[job.name] for job in self.jobs if job.name in done]
         return f"{len(mine)} of {len(self.jobs)} shards ({size(sum(mine))})" if mine else ""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fse_convert.errors import Problem, some
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.family import EVERY_LAYER, MOE_WORDS, Family, Share
+from fse_convert.model.families.family import EVERY_LAYER, MOE_WORDS, Family, Share
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.model.quantization import FP8_METHODS, Quantization

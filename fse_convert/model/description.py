@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shlex import quote
 
 from fse_convert.errors import Problem
-from fse_convert.model.families import FAMILIES
-from fse_convert.model.family import Family
+from fse_convert.model.families.family import Family
+from fse_convert.model.families.find import FAMILIES
 from fse_convert.model.formats import Format
 from fse_convert.model.grouping import Seen
 from fse_convert.model.moe import Expert, MoELayer, Role

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.names import natural_key
-from fse_convert.model.family import Family
+from fse_convert.model.families.family import Family
+from fse_convert.model.families.find import MTP_LAYERS
 from fse_convert.model.moe import Expert, LayerKind, MoELayer, Projection, Role
 from fse_convert.model.stacked import place
 
@@ -26,12 +27,12 @@ dots3-note's vision encoder; K2-Horizon's ``self_attn.v_experts`` (vLLM 0.33 mod
 """
 CONVOLUTION = ".conv1d.weight"
 """Ends the name of a 3-D tensor that stands where experts may (Nemotron-H's mixers), and holds none."""
-TEXT_LAYERS = r"(?:(?:model|language_model|text_model|module|transformer|backbone|llm)\.)*(?P<at>layers|mtp\.layers|mtp)"
+TEXT_LAYERS = rf"(?:(?:model|language_model|text_model|module|transformer|backbone|llm)\.)*(?P<at>layers|{MTP_LAYERS})"
 """What stands before a layer's number in any spelling of a text model."""
 MTP_TENSOR = re.compile(r"(?P<layer>.+\.\d+)\.(?:enorm|hnorm|eh_proj|e_proj|h_proj|shared_head)\.")
 """Tensors that only an MTP layer has, where it is numbered on from the decoder layers (vLLM 0.32, every ``*mtp.py``)."""
-MTP_MODULE = re.compile(r"(?:^|\.)mtp[._]")
-"""Names of an MTP layer that has a prefix of its own; Ernie's begin with ``model.mtp_``."""
+MTP_MODULE = re.compile(rf"(?:^|\.)(?:{MTP_LAYERS})\.")
+"""Names of an MTP layer that has a prefix of its own."""
 BESIDE = frozenset({"e_score_correction_bias", "expert_bias", "post_expert_norm"})
 """Tensors under ``experts`` that are none of theirs: of the router, and a norm of their outputs (Muse Spark)."""
 STACKED = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w[123])(?:_|\.|$)")
@@ -87,6 +88,12 @@ def group_layers(family: Family, tensors: Mapping[str, TensorInfo], num_layers: 
 
 
 class _Grouper:
+    """Sorts tensors by name.
+
+    ``heads``: the block of every prefix that was asked for, None where the family has none; ``elsewhere``: layers in other
+    spellings; ``marked``: prefixes of layers with MTP tensors; ``mtp``: whether a tensor is of an MTP layer by its prefix.
+    """
+
     def __init__(self, family: Family, num_layers: int | None) -> None:
         self.family = family
         self.num_layers = num_layers
@@ -122,20 +129,12 @@ class _Grouper:
         return self._grouping()
 
     def _grouping(self) -> Grouping:
-        """Tell decoder and MTP layers apart, and layers that are there twice."""
+        """Put the layers in order, and name those whose number contradicts the config's number of decoder layers."""
         blocks = [b for b in self.blocks.values() if not b.empty]
-        marked = {int(layer.rpartition(".")[2]) for layer in self.marked}
-        decoder = [b for b in blocks if not b.own and b.layer not in self.marked]
-        depth = min([max([self.num_layers or 0, *(b.number + 1 for b in decoder)]), *marked])
-        layers: dict[tuple[LayerKind, int], MoELayer] = {}
-        for b in sorted(blocks, key=lambda b: (b.number, b.name)):
-            mtp = b.own or b.layer in self.marked
-            at = (LayerKind.MTP if mtp else LayerKind.DECODER, b.number - depth if mtp and not b.own else b.number)
-            first = layers.get(at)
-            layers[at] = replace(first, twins=(*first.twins, b.layer)) if first else self._layer(b, *at)
-        for layer, at in sorted(self.elsewhere.items()):
-            if at in layers:
-                layers[at] = replace(layers[at], twins=(*layers[at].twins, layer))
+        decoder = [b for b in blocks if not self._is_mtp(b)]
+        numbered_on = [int(layer.rpartition(".")[2]) for layer in self.marked]
+        depth = min([max([self.num_layers or 0, *(b.number + 1 for b in decoder)]), *numbered_on])
+        layers = self._numbered(blocks, depth)
         twins = tuple(f"{twin}." for m in layers.values() for twin in m.twins)
         limit = self.num_layers
         beyond = (b.layer for b in decoder if limit is not None and b.number >= limit)
@@ -148,6 +147,25 @@ class _Grouper:
             early=tuple(sorted(early, key=natural_key)),
             mtp=self.mtp or bool(self.marked) or any(b.own for b in blocks),
         )
+
+    def _is_mtp(self, block: _Block) -> bool:
+        return block.own or block.layer in self.marked
+
+    def _numbered(self, blocks: Iterable[_Block], depth: int) -> dict[tuple[LayerKind, int], MoELayer]:
+        """Return the layers by kind and number, of MTP layers from 0; another one of the same number is a twin of the first.
+
+        ``depth``: where the numbers of MTP layers begin that are numbered on from the decoder layers.
+        """
+        layers: dict[tuple[LayerKind, int], MoELayer] = {}
+        for b in sorted(blocks, key=lambda b: (b.number, b.name)):
+            kind = LayerKind.MTP if self._is_mtp(b) else LayerKind.DECODER
+            at = (kind, b.number - depth if kind is LayerKind.MTP and not b.own else b.number)
+            first = layers.get(at)
+            layers[at] = replace(first, twins=(*first.twins, b.layer)) if first else self._layer(b, *at)
+        for layer, at in sorted(self.elsewhere.items()):
+            if at in layers:
+                layers[at] = replace(layers[at], twins=(*layers[at].twins, layer))
+        return layers
 
     @staticmethod
     def _first(block: _Block, expert: str, projection: str, suffix: str, info: TensorInfo) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fse_convert.errors import Problem
-from fse_convert.model.family import place
+from fse_convert.model.families.family import place
 
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "exclude", "ignore", "exclude_modules")
 """Keys for modules that stay unquantised: DeepSeek and MiniMax, transformers, Quark, ModelOpt, ModelOpt's own file."""

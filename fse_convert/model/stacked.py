@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.model.family import Stack
+from fse_convert.model.families.family import Stack
 from fse_convert.model.formats import PLAIN_WEIGHTS, SCALARS, WEIGHTS, Format, Tile
 from fse_convert.model.moe import Expert, Projection, Role
 

@@ -25,6 +25,11 @@ TRIES = 100
 """How often a lock is sought in a folder that other runs remove."""
 
 
+def staging_root(out: Path) -> Path:
+    """Return the staging folder of an output: beside it, so that one rename publishes what is in it."""
+    return out.parent / f".{out.name}.fse-partial"
+
+
 @dataclass(frozen=True, slots=True)
 class Hold:
     """A staging folder that this process has locked, by descriptor: its path may come to lead elsewhere."""

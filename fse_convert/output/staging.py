@@ -8,7 +8,6 @@ the same conversion resumes from there.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -20,17 +19,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
-from fse_convert.checkpoint.left_out import is_editable
-from fse_convert.checkpoint.names import MANIFEST
-from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem, UsageError, size, some
+from fse_convert.errors import EnvironmentFailure, FseConvertError, UsageError, some
 from fse_convert.output.copying import exchange, new_file, write_all
-from fse_convert.output.journal import JOURNAL, Journal, differences, read_journal
-from fse_convert.output.lock import LOCK, OUTPUT, Hold, is_held, locked, staging_lost, sync_folder
-from fse_convert.output.mounts import mount_of
+from fse_convert.output.journal import JOURNAL, Journal
+from fse_convert.output.lock import LOCK, OUTPUT, Hold, locked, staging_lost, staging_root, sync_folder
+from fse_convert.output.overwrite import check_replaceable, output_exists
+from fse_convert.output.resume import check_same_conversion, read_journals
 
 logger = logging.getLogger(__name__)
-MARGIN = 64 << 20
-"""Bytes that must stay free beyond what the plan needs."""
 
 
 class Staging:
@@ -38,7 +34,7 @@ class Staging:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.root = out.parent / f".{out.name}.fse-partial"
+        self.root = staging_root(out)
         self.folder = self.root / OUTPUT
         self.old = self.root / "replaced"
         self.journal = Journal(self.root / JOURNAL, {}, {})
@@ -107,7 +103,7 @@ class Staging:
             check()
             if os.path.lexists(self.out):
                 if not self.replace:
-                    raise _exists(self.out)
+                    raise output_exists(self.out)
                 check_replaceable(self.out)
                 self._swap()
             else:
@@ -120,7 +116,7 @@ class Staging:
             os.rename(self.folder, self.out)
         except OSError as e:
             if e.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise _exists(self.out) from e
+                raise output_exists(self.out) from e
             raise
 
     def _swap(self) -> None:
@@ -198,28 +194,21 @@ def reading(folder: LocalFolder) -> Iterator[None]:
 
 
 def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart: bool, part: str) -> None:
-    """Rescue what a dead run was replacing, then keep or discard what runs before it left."""
-    if not part and staging.old.exists():
-        if staging.out.exists():
-            shutil.rmtree(staging.old)
-        else:
-            os.rename(staging.old, staging.out)
+    """Make an empty folder of the staging folder, or one with what earlier runs of the same ``fingerprint`` finished."""
+    if not part:
+        _rescue(staging)
     if os.path.lexists(staging.out) and not staging.replace:  # it appeared while this run was planning
         if {item.name for item in staging.root.iterdir()} == {LOCK}:  # this run made the folder
             _remove(staging.root)
-        raise _exists(staging.out)
-    found = {} if fingerprint is None or restart else _journals(staging.root)
-    for old, _ in found.values():
-        if changed := differences(old, fingerprint or {}):
-            message = f"an unfinished conversion lies here, made from something else: {some(changed)}"
-            hint = "start anew with --restart and without --part, or give another output folder"
-            raise UsageError(Problem("resume-differs", message, str(staging.root), hint))
+        raise output_exists(staging.out)
+    found = {} if fingerprint is None or restart else read_journals(staging.root)
+    check_same_conversion(staging.root, (old for old, _ in found.values()), fingerprint or {})
     if not found and not part:  # nothing here is of use
         _clear(staging.root)
     staging.folder.mkdir(exist_ok=bool(found or part))
     if fingerprint is not None:
-        name = f"{JOURNAL}.{part}" if part else JOURNAL
         logger.info("%s: %s", staging.root, f"resuming after {', '.join(found)}" if found else "starting afresh")
+        name = f"{JOURNAL}.{part}" if part else JOURNAL
         done = {file: record for _, files in found.values() for file, record in files.items()}
         staging.journal = Journal(staging.root / name, fingerprint, done)
         if name in found:
@@ -228,37 +217,12 @@ def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart
             staging.journal.create()
 
 
-def _journals(root: Path) -> dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
-    """Return the journals that can be read, by name: that of a whole run, and those of parts."""
-    read = {path.name: read_journal(path) for path in sorted(root.glob(f"{JOURNAL}*"))}
-    return {name: journal for name, journal in read.items() if journal is not None}
-
-
-def kept(out: Path, fingerprint: Mapping[str, Any]) -> dict[str, int]:
-    """Return the files of an output that runs of the same ``fingerprint`` finished, with their bytes."""
-    found: dict[str, int] = {}
-    for old, files in _journals(Staging(out).root).values():
-        if not differences(old, fingerprint):
-            found |= {name: int(record.get("size", 0)) for name, record in files.items()}
-    return found
-
-
-def check_output(source: Path, out: Path, *, overwrite: bool, replaceable: bool = True) -> None:
-    """Refuse an output that is, holds or lies in the source, and one that exists unless it may be overwritten.
-
-    ``overwrite`` replaces an empty folder or an output of this tool, nothing else; ``replaceable``: whether to suggest it.
-    """
-    if out.name in ("", ".."):
-        raise UsageError(Problem("output-unnamed", "the output needs a name of its own", str(out), "give the name of a new folder"))
-    real_source, real_out = Path(os.path.realpath(source)), Path(os.path.realpath(out))
-    if real_out == real_source or real_source in real_out.parents or real_out in real_source.parents:
-        message = f"the output must lie apart from the source {source}"
-        raise UsageError(Problem("output-overlaps", message, str(out), "the source is never written; choose a folder beside it"))
-    if not os.path.lexists(out):
-        return
-    if not overwrite:
-        raise _exists(out, replaceable=replaceable)
-    check_replaceable(out)
+def _rescue(staging: Staging) -> None:
+    """Bring back the output that a dead run was replacing, or remove it where the new one is there."""
+    if staging.old.exists() and staging.out.exists():
+        shutil.rmtree(staging.old)
+    elif staging.old.exists():
+        os.rename(staging.old, staging.out)
 
 
 def check_staged(staged: LocalFolder, found: Mapping[str, Stamp | int], expected: Mapping[str, Stamp | int]) -> None:
@@ -270,67 +234,6 @@ def check_staged(staged: LocalFolder, found: Mapping[str, Stamp | int], expected
     wrong |= {*staged.odd, *staged.hidden}
     if wrong:
         raise staging_lost(f"files of unfinished work changed, came or went during the run: {some(sorted(wrong))}", staged.root)
-
-
-def check_replaceable(out: Path) -> None:
-    """Refuse to replace anything but an output of this tool or an empty folder, and a mount point. Raises UsageError."""
-    if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
-        hint = "remove it yourself if that is what you want"
-        raise UsageError(
-            Problem("output-foreign", "--overwrite replaces only an output of fse-convert or an empty folder", str(out), hint)
-        )
-    foreign = _foreign(out)
-    if foreign:
-        message = f"--overwrite would delete files that the conversion did not write: {some(foreign)}"
-        raise UsageError(Problem("output-foreign", message, str(out), "move them away first"))
-    if mount_of(out) != mount_of(out.parent):  # a Btrfs subvolume is of the same mount, and of another device
-        message = "a file system is mounted here: it cannot be replaced by a rename"
-        raise UsageError(Problem("output-mounted", message, str(out), "give a folder inside of it"))
-
-
-def _foreign(out: Path) -> list[str]:
-    """Return the files of an output that its manifest does not list; none where it lists no files or cannot be read."""
-    try:
-        listed = json.loads((out / MANIFEST).read_bytes()).get("files")
-    except (OSError, ValueError, AttributeError):
-        return []
-    if not isinstance(listed, dict):
-        return []
-    return sorted(n for n in LocalFolder(out).files if n not in listed and n != MANIFEST and not is_editable(n))
-
-
-def free_space(out: Path) -> int:
-    """Return the bytes that are free where ``out`` will be."""
-    return shutil.disk_usage(existing_home(out)).free
-
-
-def check_space(out: Path, needed: int) -> None:
-    """Refuse to go on when the file system of ``out`` has less room than is still needed plus a margin (bytes)."""
-    free = free_space(out)
-    if free < needed + MARGIN:
-        message = f"needs {size(needed)} and a margin of {size(MARGIN)}, {size(free)} are free"
-        hint = "free some space, or write to another disk"
-        raise EnvironmentFailure(Problem("no-space", message, str(existing_home(out)), hint))
-
-
-def existing_home(out: Path) -> Path:
-    """Return the folder that is there already in which ``out``, or a folder around it, will be made."""
-    return next(f for f in (out.parent, *out.parent.absolute().parents) if f.exists())
-
-
-def _exists(out: Path, *, replaceable: bool = True) -> UsageError:
-    hint = "choose another folder" + (", or --overwrite to replace an earlier output" if replaceable else "")
-    return UsageError(Problem("output-exists", "the output exists already", str(out), hint), *left_behind(out))
-
-
-def left_behind(out: Path) -> tuple[Problem, ...]:
-    """Say what a run that was cut off left in the staging folder of an output that exists; nothing while a run holds it."""
-    root = Staging(out).root
-    if not root.is_dir() or is_held(root):
-        return ()
-    sizes = [info.st_size for folder, _, names in os.walk(root) for n in names if (info := os.lstat(Path(folder, n))).st_nlink == 1]
-    hint = "remove it, unless a conversion with --overwrite is to go on from there"
-    return (Problem("left-behind", f"a run that was cut off left {size(sum(sizes))}", str(root), hint),)
 
 
 def _remove(root: Path) -> None:

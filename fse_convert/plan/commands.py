@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fse_convert.model.families import find_family
+from fse_convert.model.families.find import find_family
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.servers.subject import Subject
 

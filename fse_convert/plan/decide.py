@@ -10,12 +10,12 @@ from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem, folde
 from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.changes.search import FITS, Candidates, Changes, choose, misfit
+from fse_convert.plan.changes.search import Candidates, Changes, choose, misfit
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import Decision, Experts, LayerVerdict, Options
 from fse_convert.plan.source import Source
-from fse_convert.plan.widths import needed_widths, stored_widths
+from fse_convert.plan.width_rounding import needed_widths, stored_widths
 from fse_convert.servers.judge import answer, native_layer
 from fse_convert.servers.native import LaunchWidths, kernel_verdict
 from fse_convert.servers.scales import INEXACT, Scales, with_scales
@@ -34,7 +34,7 @@ def decide(source: Source, options: Options, candidates: Candidates | None = Non
     """
     candidates = candidates or Candidates(source)
     decision = choose(candidates, options, _decide_after)
-    if not options.contract and options.target and misfit(decision) > FITS and not options.allow_unfused:
+    if not options.contract and options.target and not misfit(decision).usable and not options.allow_unfused:
         raise NotConvertible(*_no_way(decision, candidates, options))
     return decision
 
@@ -102,7 +102,7 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
     """Say why a target fuses nothing whatever may be changed, or which permission is lacking."""
     title = options.goal
     unpadded = choose(candidates, replace(options, tp=1), _decide_after)
-    if misfit(unpadded) <= FITS:
+    if misfit(unpadded).usable:
         message = (
             f"{title} fuses this checkpoint after a change of format, but one conversion cannot pad it for TP {options.tp} too"
         )
@@ -110,7 +110,7 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
     if not options.lossy:
         lossy = replace(options, lossy=True)
         with_loss = choose(candidates, lossy, _decide_after)
-        if misfit(with_loss) <= FITS:
+        if misfit(with_loss).usable:
             does = " and ".join(change.does for change in with_loss.changes)
             message = f"{title} fuses this checkpoint only after a change that loses precision: {does}"
             source = candidates.source

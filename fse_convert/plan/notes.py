@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from fse_convert.errors import Problem, size
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import NO_PATH, TOPICS, releases, said_of
-from fse_convert.plan.changes.search import misfit
+from fse_convert.plan.changes.search import Misfit, misfit
 from fse_convert.plan.commands import inspection_command
 from fse_convert.plan.costs import Serving, padding, uneven
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Experts, Options, Plan
-from fse_convert.plan.widths import needed_widths
+from fse_convert.plan.width_rounding import needed_widths
 from fse_convert.servers.judge import Question, answer, judge, native_layer
 from fse_convert.servers.targets import CONTRACT, MEGAMOE_128, TARGETS, Target, find_target
 from fse_convert.servers.verdict import Outcome, Verdict, whole
@@ -117,7 +117,7 @@ def refusal(plan: Plan) -> Problem | None:
 
 def _drafter(plan: Plan) -> Problem | None:
     """Note where the drafter does not fuse, though all decoder layers do: no change of format helps it in some releases."""
-    if plan.options.contract or misfit(plan.decision) not in (1, 2):
+    if plan.options.contract or misfit(plan.decision) not in (Misfit.DRAFTER_UNFUSED, Misfit.DRAFTER_FAILS):
         return None
     layers = [v.server for v in plan.decision.verdicts if v.layer.layer.kind is LayerKind.MTP]
     worst = whole(tuple(layers))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fse_convert.errors import size
 from fse_convert.plan.advice import NO_PATH, REQUANTISED, Plans, releases, server_of
-from fse_convert.plan.changes.search import FITS, misfit
+from fse_convert.plan.changes.search import Misfit, misfit
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source
@@ -16,8 +16,12 @@ from fse_convert.servers.sharding import unserved
 from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome
 
-DRAFTER = ("", "; the drafter's layers run unfused", "; not with the drafter, which fails")
-"""What comes of the drafter, by `misfit`."""
+DRAFTER = {
+    Misfit.NOTHING: "",
+    Misfit.DRAFTER_UNFUSED: "; the drafter's layers run unfused",
+    Misfit.DRAFTER_FAILS: "; not with the drafter, which fails",
+}
+"""What comes of the drafter."""
 BY_NAME = {target.name: target for target in ALL_TARGETS}
 FALLS_BACK = "aiter-heterogeneous"
 """The note of a server that goes on without the kernel that the target is about."""
@@ -101,7 +105,7 @@ def make_offers(answers: Sequence[Answer], plans: Plans, source: Source, tp: int
         for lossy in (False, True):
             options = Options(target, tp=tp, lossy=lossy, shared_mxfp4=lossy)
             decision = plans(options)
-            if decision is None or misfit(decision) > FITS or _falls_back(decision, target):
+            if decision is None or not misfit(decision).usable or _falls_back(decision, target):
                 continue
             helped = True
             if not decision.changes:
@@ -134,7 +138,7 @@ def _own_values(answers: Sequence[Answer], plans: Plans, source: Source, tp: int
     """Yield the lossless change after which servers that requantise shared experts while loading have no need to."""
     rounding = [BY_NAME[a.name] for a in answers if a.fused and REQUANTISED.intersection(n.code for n in a.notes)]
     decided = {t.name: plans(Options(t, tp=tp, routed_fp8=True)) for t in rounding}
-    if targets := tuple(t for t in rounding if (d := decided[t.name]) and not misfit(d)):
+    if targets := tuple(t for t in rounding if (d := decided[t.name]) and misfit(d) is Misfit.NOTHING):
         newest = _newest(targets)
         if decision := decided[newest.name]:
             options = Options(newest, tp=tp, routed_fp8=True)

@@ -10,7 +10,7 @@ from fse_convert.plan.advice import Plans
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.costs import padding
 from fse_convert.plan.plan import Options, grows_apart
-from fse_convert.plan.widths import needed_widths, stored_widths
+from fse_convert.plan.width_rounding import needed_widths, stored_widths
 from fse_convert.servers.sharding import ENGINES, Load, Slices, slices
 from fse_convert.servers.subject import Subject
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fse_convert.conversion.estimate import Estimate
     from fse_convert.conversion.run import ConversionResult
-    from fse_convert.output.jobs import Part
+    from fse_convert.output.parts import Part
 
 RATES = (200 << 20, 2 << 30)
 """Bytes per second of a network file system and of a fast local disk, for which a dry run says how long it takes."""

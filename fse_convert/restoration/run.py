@@ -23,11 +23,14 @@ from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo, parse_
 from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.reader import Shard, read_checkpoint
+from fse_convert.checkpoint.safe_paths import is_own, leads_out
 from fse_convert.errors import InvalidCheckpoint, environment, naming, some
 from fse_convert.output.copying import SHARED, Link, carry, new_file, way, write_all
 from fse_convert.output.digests import file_sha256, file_xxh3_128
+from fse_convert.output.free_space import check_space, existing_home
 from fse_convert.output.lock import staging_lost
-from fse_convert.output.staging import Staging, check_output, check_space, check_staged, existing_home, reading, stage
+from fse_convert.output.overwrite import check_output
+from fse_convert.output.staging import Staging, check_staged, reading, stage
 from fse_convert.progress import Event, Observer, Phase, Work
 from fse_convert.restoration.formats import Recipe, recipes, restored
 from fse_convert.restoration.tensors import Bytes, TensorFile, unlike, without_padding
@@ -145,8 +148,7 @@ class Restoration:
         if missing:
             raise unlike("file-missing", some(missing), "the manifest names files that are not there")
         if self.manifest.tensors is None:  # any file of the machine would be copied
-            root = self.folder.root.resolve()
-            outside = [n for n in self.folder.files if not self.folder.path(n).resolve().is_relative_to(root)]
+            outside = [n for n in self.folder.files if leads_out(self.folder.root, n)]
             if outside:
                 message = "leads out of the output, and the manifest has no digests to compare it with"
                 raise unlike("link-outside", some(outside), message)
@@ -293,16 +295,11 @@ class Restoration:
             if listed is None or listed.sha256 != file_sha256(staging.folder / name):
                 if not self._may_differ(name):
                     raise unlike("file-damaged", name, "its SHA-256 is not the one in the manifest")
-                if not self._is_own(name):
+                if not is_own(self.folder.root, name):
                     raise unlike("link-outside", name, "leads out of the output, to a file that is not the one in the manifest")
                 self.edited.add(name)
                 return EDITED
         return how
-
-    def _is_own(self, name: str) -> bool:
-        """Tell whether a file lies in the output, or among the blobs of the hub cache that the output lies in."""
-        path, root = self.folder.path(name).resolve(), self.folder.root.resolve()
-        return path.is_relative_to(root) or path.parent == root.parent.parent / "blobs"
 
     def _may_differ(self, name: str) -> bool:
         return not self.strict and is_editable(name)

@@ -20,7 +20,8 @@ from fse_convert.model.quantization import FP8_METHODS
 from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
 from fse_convert.servers.aiter.rules import EXPERT_DTYPES, AiterQuestion
-from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, is_since
+from fse_convert.servers.aiter.vllm_config import VllmQuantKind
+from fse_convert.servers.naming import is_since
 from fse_convert.servers.sglang_quark import SglangQuark, is_fp4, specs
 from fse_convert.servers.slots import SlotTarget
 from fse_convert.servers.subject import Subject
@@ -34,72 +35,87 @@ AS_F32 = "store the scales of routed and shared experts as F32, which holds ever
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One layer in one server. ``own``: the verdict of the server's check. ``question``: what AITER targets ask."""
+    """One layer in one server.
+
+    ``verdict``: what the server's own check says of it; ``aiter``: what that check looks at in an AITER target, None in others.
+    """
 
     subject: Subject
     target: Target | AiterTarget | SlotTarget
     layer: LayerDescription
     routed: ExpertGroup
     shared: ExpertGroup
-    own: Verdict
-    question: AiterQuestion | None
+    verdict: Verdict
+    aiter: AiterQuestion | None
 
     @property
-    def sglang(self) -> bool:
+    def sglang_slots(self) -> bool:
         """True for SGLang as it is asked for slots."""
         return isinstance(self.target, SlotTarget) and self.target.engine == "SGLang"
 
     @property
-    def slots(self) -> bool:
+    def sglang_gate_known(self) -> bool:
         """True for SGLang's slots, for a model whose gate is known."""
-        return self.sglang and self.own.outcome is not Outcome.UNKNOWN
+        return self.sglang_slots and self.verdict.outcome is not Outcome.UNKNOWN
 
     @property
-    def quark(self) -> bool:
+    def by_quark(self) -> bool:
         """True for a checkpoint by AMD Quark."""
         return self.subject.quantization.method == "quark"
 
     @property
-    def fp8(self) -> bool:
+    def deepseek_fp8(self) -> bool:
         """True for a checkpoint in DeepSeek's own FP8."""
         return self.subject.quantization.method in FP8_METHODS
 
     @property
-    def drafter(self) -> bool:
+    def is_drafter(self) -> bool:
         """True for a layer of the drafter."""
         return self.layer.layer.kind is LayerKind.MTP
 
     @property
-    def by_slots(self) -> bool:
+    def vllm_slot(self) -> bool:
         """True if vLLM's check says that it loads this shared expert, unconverted, as an extra routed expert."""
-        ways = self.question is not None and not self.question.mega_moe and (self.drafter or not self.question.heterogeneous)
-        return ways and self.own.fused
+        ways = self.aiter is not None and not self.aiter.mega_moe and (self.is_drafter or not self.aiter.heterogeneous)
+        return ways and self.verdict.fused
 
     @property
-    def v4(self) -> bool:
+    def vllm_v4(self) -> bool:
         """True where an AITER target runs DeepSeek-V4's class."""
-        return self.question is not None and self.question.family.v4
+        return self.aiter is not None and self.aiter.family.v4
 
     @property
-    def v41(self) -> bool:
+    def vllm_v41(self) -> bool:
         """True where an AITER target runs DeepSeek-V4.1's class."""
-        return self.question is not None and self.question.family.name == "DeepSeek-V4.1"
+        return self.aiter is not None and self.aiter.family.name == "DeepSeek-V4.1"
 
     @property
-    def one_format(self) -> bool:
+    def stored_alike(self) -> bool:
         """True where a slot could hold the shared expert; MXFP4 is loaded under either label of its bytes."""
         return self.routed.stored_like(self.shared) or (_is(self.routed, MXFP4) and _is(self.shared, MXFP4))
 
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """One way to fail. The server's name stands before the ``message``."""
+    """One way to fail. The server's name stands before the ``message``.
+
+    ``since``, ``last``: the first and the last release that it applies to; without them all that are known, and all that come.
+    """
 
     code: str
     message: str
     hint: str
     source: str
     applies: Callable[[Situation], bool]
+    since: str = ""
+    last: str = ""
+
+    def hits(self, s: Situation) -> bool:
+        """Tell whether it happens to a layer in a server."""
+        if not self.applies(s):
+            return False
+        release = s.target.release
+        return (not self.since or is_since(release, self.since)) and (not self.last or is_since(self.last, release))
 
 
 def with_hazards(
@@ -114,7 +130,7 @@ def with_hazards(
     if layer.routed is None or layer.shared is None or pathless:
         return own
     situation = Situation(subject, target, layer, layer.routed, layer.shared, own, question)
-    rows = [h for h in HAZARDS if h.applies(situation)] or [h for h in LAST if h.applies(situation)]
+    rows = [h for h in HAZARDS if h.hits(situation)] or [h for h in LAST if h.hits(situation)]
     if not rows:
         return own
     reasons = (Reason(h.code, f"{target.engine} {target.release} {h.message}", hint=h.hint) for h in rows)
@@ -129,33 +145,29 @@ def _is(group: ExpertGroup, kind: StorageKind, *scales: str) -> bool:
 
 def _expert_dtype_unread(s: Situation) -> bool:
     stored = s.routed.gate.kind.facts.expert_dtype
-    if s.question is None or not (s.v4 or s.v41) or s.question.quant.class_name != "DeepseekV4FP8Config":
+    if s.aiter is None or not (s.vllm_v4 or s.vllm_v41) or s.aiter.quant.class_name != "DeepseekV4FP8Config":
         return False
-    read = s.question.read("expert_dtype", "fp4")
-    return not s.question.quant.from_quark and stored is not None and read in EXPERT_DTYPES and read != stored
+    read = s.aiter.read("expert_dtype", "fp4")
+    return not s.aiter.quant.from_quark and stored is not None and read in EXPERT_DTYPES and read != stored
 
 
 def _e8m0_experts(s: Situation) -> bool:
-    if not (s.target.engine.startswith("vLLM") and s.fp8 and _is(s.routed, FP8, *E8M0_DTYPES)):
+    if not (s.target.engine.startswith("vLLM") and s.deepseek_fp8 and _is(s.routed, FP8, *E8M0_DTYPES)):
         return False
-    return (s.v4 or s.v41) if s.question else s.subject.description.model_type in V4_TYPES
+    return (s.vllm_v4 or s.vllm_v41) if s.aiter else s.subject.description.model_type in V4_TYPES
 
 
 def _overlooked(s: Situation) -> bool:
-    quant = s.question.quant if s.question else None
+    quant = s.aiter.quant if s.aiter else None
     by_fp8 = quant is not None and quant.kind is VllmQuantKind.FP8 and not quant.from_quark
-    return by_fp8 and s.by_slots and s.v4 and _is(s.routed, MXFP4) and s.shared.gate.scale == "scale"
-
-
-def _aiter_takes_no_block(s: Situation) -> bool:
-    return s.v41 and is_since(s.target.release, "0.31") and _is(s.routed, FP8)
+    return by_fp8 and s.vllm_slot and s.vllm_v4 and _is(s.routed, MXFP4) and s.shared.gate.scale == "scale"
 
 
 def _vllm_misreads(s: Situation) -> bool:
-    if s.question is None or s.question.quant.kind is not VllmQuantKind.QUARK or s.v41:
+    if s.aiter is None or s.aiter.quant.kind is not VllmQuantKind.QUARK or s.vllm_v41:
         return False
-    k = s.layer.layer.index if s.drafter else None
-    return bool(misread(s.question, s.subject.fp8_modules(s.layer.layer.name), k))
+    k = s.layer.layer.index if s.is_drafter else None
+    return bool(misread(s.aiter, s.subject.fp8_modules(s.layer.layer.name), k))
 
 
 def misread(question: AiterQuestion, modules: tuple[str, ...], k: int | None = None) -> tuple[str, ...]:
@@ -173,7 +185,7 @@ def misread(question: AiterQuestion, modules: tuple[str, ...], k: int | None = N
 
 def _globbed(s: Situation) -> bool:
     exclude = s.subject.quantization.raw.get("exclude")
-    if not (s.by_slots and s.quark and _is(s.shared, PLAIN) and isinstance(exclude, list)):
+    if not (s.vllm_slot and s.by_quark and _is(s.shared, PLAIN) and isinstance(exclude, list)):
         return False
     globs = [entry for entry in exclude if isinstance(entry, str) and "*" in entry]
     return not _is(s.routed, PLAIN) and any(fnmatchcase(name, entry) for name in s.shared.modules for entry in globs)
@@ -181,38 +193,44 @@ def _globbed(s: Situation) -> bool:
 
 def _not_mxfp4(s: Situation) -> bool:
     """MegaMoE takes routed experts in MXFP4; the heterogeneous kernel also wants FP8 shared ones with E8M0 scales."""
-    if s.question is None or s.by_slots or not s.own.fused:
+    if s.aiter is None or s.vllm_slot or not s.verdict.fused:
         return False
-    fits = not s.question.heterogeneous or (_is(s.shared, FP8, "F8_E8M0") and s.shared.gate.block == (128, 128))
+    fits = not s.aiter.heterogeneous or (_is(s.shared, FP8, "F8_E8M0") and s.shared.gate.block == (128, 128))
     return not (_is(s.routed, MXFP4) and fits)
 
 
 def _sglang_misreads(s: Situation) -> bool:
-    if not (s.slots and s.quark) or (s.drafter and s.layer.layer.index):
+    if not (s.sglang_gate_known and s.by_quark) or (s.is_drafter and s.layer.layer.index):
         return False
-    read = SglangQuark.of(s.subject.quantization, s.subject.config, s.target.release, draft=s.drafter)
+    read = SglangQuark.of(s.subject.quantization, s.subject.config, s.target.release, draft=s.is_drafter)
     return bool(read.misread(s.subject.fp8_modules(s.layer.layer.name)))
 
 
 def _unchecked_glm(s: Situation) -> bool:
-    glm = s.sglang and s.quark and s.subject.description.model_type == "glm4_moe"
+    glm = s.sglang_slots and s.by_quark and s.subject.description.model_type == "glm4_moe"
     return glm and _is(s.routed, MXFP4) and _is(s.shared, PLAIN)
 
 
 def _unstated(s: Situation) -> bool:
     """Tell it of slots and AITER; of the native path `fse_convert.servers.native.config_verdict` does."""
-    asks = s.own.fused and not isinstance(s.target, Target)
+    asks = s.verdict.fused and not isinstance(s.target, Target)
     return asks and not s.subject.quantization.quantized and not all(_is(group, PLAIN) for group in s.layer.groups)
 
 
 def _scales_expected(s: Situation) -> bool:
     stale = any(c.code == "quantization-stale" for c in s.subject.description.conflicts)
-    return stale and s.own.fused and (s.question is None or s.one_format) and any(_is(group, PLAIN) for group in s.layer.groups)
+    return stale and s.verdict.fused and (s.aiter is None or s.stored_alike) and any(_is(group, PLAIN) for group in s.layer.groups)
 
 
 V4_TYPES = ("deepseek_v4", "deepseek_v41")
-SEEING = next(name for name, row in RELEASES.items() if row.v41_class_checked)
-"""The first release whose check knows the class that vLLM gives DeepSeek-V4 on ROCm."""
+FP8_BLOCK_HAZARD = Hazard(
+    "aiter-fp8-block",
+    "raises a ValueError: the FP8 MoE backend AITER does not take DeepSeek-V4.1's FP8 experts",
+    f"serve on gfx942 with VLLM_ROCM_USE_AITER_MOE=0 and {SWITCH}=0",
+    "0.31 to 0.33, run: FP8 MoE backend AITER does not support the deployment configuration",
+    lambda s: s.vllm_v41 and _is(s.routed, FP8),
+    since="0.31",
+)
 
 HAZARDS: tuple[Hazard, ...] = (
     Hazard(
@@ -249,35 +267,30 @@ HAZARDS: tuple[Hazard, ...] = (
         "copies the shared expert's E8M0 scales as plain numbers into a slot whose scales are F32: its values are wrong",
         AS_F32,
         "0.30 models/deepseek_v4/amd/model.py:1240, 0.33 :1403",
-        lambda s: s.by_slots and s.v4 and _is(s.routed, FP8, "F32") and _is(s.shared, FP8, *E8M0_DTYPES),
+        lambda s: s.vllm_slot and s.vllm_v4 and _is(s.routed, FP8, "F32") and _is(s.shared, FP8, *E8M0_DTYPES),
     ),
     Hazard(
         "aiter-fp4-overlooked",
         "judges DeepSeek-V4 by its FP8 rule, which does not see that routed experts are MXFP4: loading raises a KeyError",
-        f"{OFF}, or with vLLM {SEEING}",
+        f"{OFF}, or with vLLM 0.33",
         "0.30 quantization/utils/config_utils.py:80, 0.31:86, 0.32:172: the class is V4.1's (quantization/__init__.py:119)",
         _overlooked,
+        last="0.32",
     ),
     Hazard(
         "aiter-drafter-slots",
         "loads no shared expert into a slot of the drafter: serving with the drafter raises a KeyError",
         f"{OFF}, or without the drafter",
         "0.29 models/deepseek_v4/amd/mtp.py:460, 0.30:463, 0.31:494, 0.32:499, 0.33 alike: no redirect of shared experts",
-        lambda s: s.drafter and s.by_slots and s.v4,
+        lambda s: s.is_drafter and s.vllm_slot and s.vllm_v4,
     ),
-    Hazard(
-        "aiter-fp8-block",
-        "raises a ValueError: the FP8 MoE backend AITER does not take DeepSeek-V4.1's FP8 experts",
-        f"serve on gfx942 with VLLM_ROCM_USE_AITER_MOE=0 and {SWITCH}=0",
-        "0.31 to 0.33, run: FP8 MoE backend AITER does not support the deployment configuration",
-        _aiter_takes_no_block,
-    ),
+    FP8_BLOCK_HAZARD,
     Hazard(
         "aiter-slots-unloaded",
         "says yes for DeepSeek-V4.1, whose loader puts no shared expert into a slot: loading raises an error",
         OFF,
         "0.33 models/deepseek_v41/amd/model.py:1015-1134 (KeyError), 0.31 and 0.32 alike, 0.30 (AssertionError)",
-        lambda s: s.by_slots and s.v41 and not _aiter_takes_no_block(s),
+        lambda s: s.vllm_slot and s.vllm_v41 and not FP8_BLOCK_HAZARD.hits(s),
     ),
     Hazard(
         "quark-modules-misread",
@@ -298,7 +311,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "loads MXFP4 scales of Quark checkpoints only as U8 and skips these, typed F8_E8M0, without a word: values are wrong",
         "relabel the scales as U8; their bytes stay",
         "0.5.21 to 0.5.23 layers/quantization/quark, run",
-        lambda s: s.slots and s.quark and any(_is(group, MXFP4, "F8_E8M0") for group in s.layer.groups),
+        lambda s: s.sglang_gate_known and s.by_quark and any(_is(group, MXFP4, "F8_E8M0") for group in s.layer.groups),
     ),
     Hazard(
         "quark-modules-misread",
@@ -312,14 +325,14 @@ HAZARDS: tuple[Hazard, ...] = (
         "takes the shared expert's MXFP4 scale for that of an FP8 weight and drops it: its values are wrong, and nothing is said",
         "serve without --enforce-shared-experts-fusion",
         "0.5.20 to 0.5.23 layers/moe/fused_moe_triton/layer.py:1069-1092",
-        lambda s: s.slots and s.fp8 and s.own.fused and _is(s.shared, MXFP4, "F8_E8M0"),
+        lambda s: s.sglang_gate_known and s.deepseek_fp8 and s.verdict.fused and _is(s.shared, MXFP4, "F8_E8M0"),
     ),
     Hazard(
         "slot-storage-differs",
         "takes the shared expert for MXFP4 by the config and puts it, stored otherwise, into an MXFP4 slot",
         "serve without --enforce-shared-experts-fusion",
         "0.5.23 layers/quantization/quark/quark.py:1260 (can_fuse_shared_expert reads the config alone)",
-        lambda s: s.slots and s.quark and s.own.fused and not s.one_format,
+        lambda s: s.sglang_gate_known and s.by_quark and s.verdict.fused and not s.stored_alike,
     ),
     Hazard(
         "slot-unchecked",
@@ -336,7 +349,7 @@ LAST: tuple[Hazard, ...] = (
         "is told by the config that routed and shared experts are alike, but they are stored otherwise: the load fails or is wrong",
         OFF,
         "the check reads configs only (ROCm/ATOM#958)",
-        lambda s: s.by_slots and not s.one_format,
+        lambda s: s.vllm_slot and not s.stored_alike,
     ),
     Hazard(
         "aiter-storage-differs",

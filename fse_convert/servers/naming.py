@@ -52,6 +52,11 @@ def for_version(engine: str, version: str, rows: Iterable[Row]) -> Row:
     return _of_release(version, mine) or mine[-1]
 
 
+def is_since(release: str, first: str) -> bool:
+    """Tell whether a release is ``first`` or later; both are numbers with dots."""
+    return _numbers(release) >= _numbers(first)
+
+
 def _by_version(name: str, wanted: str, rows: Sequence[Row], where: str) -> Row | None:
     """Find the row of a release; None where the name is not that of a server. Raises UsageError for an unknown release."""
     for prefix, suffix in dict.fromkeys(_affixes(row) for row in rows if row.release in row.name):

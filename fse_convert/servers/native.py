@@ -16,7 +16,7 @@ from fse_convert.errors import some
 from fse_convert.layout.sizes import round_up
 from fse_convert.model.consistency import covered
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.family import SECTIONS, place
+from fse_convert.model.families.family import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.model.quantization import FP8_METHODS, Quantization

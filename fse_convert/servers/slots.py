@@ -19,13 +19,19 @@ from fse_convert.servers.subject import Subject, class_names
 from fse_convert.servers.targets import TARGETS
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood
 
+SLOT_KINDS = frozenset({
+    StorageKind.FP8_BLOCK, StorageKind.FP8_CHANNEL, StorageKind.FP8_TENSOR, StorageKind.MXFP4, StorageKind.NVFP4, StorageKind.PLAIN,
+})  # fmt: skip
+"""Formats of routed experts whose slots were read."""
+
 
 @dataclass(frozen=True)
 class SlotTarget:
     """One server release that can append the shared expert to the routed ones.
 
     ``requantises``: FP8 shared experts become MXFP4 beside MXFP4 routed ones, else both must be stored alike.
-    ``model_types``: whose gate was read, and ``classes``: their model classes (empty: any).
+    ``model_types``: whose gate was read, and ``classes``: their model classes (empty: any). ``fp8_32``: slots
+    of experts in `FP8_32` were run. ``kinds``: formats of routed experts that were read; of others nothing is said.
     """
 
     name: str
@@ -36,6 +42,8 @@ class SlotTarget:
     model_types: frozenset[str]
     classes: frozenset[str]
     requantises: bool
+    fp8_32: bool = False
+    kinds: frozenset[StorageKind] = SLOT_KINDS
 
 
 REQUANTISED_SCALES = ("F8_E8M0", "F32")
@@ -67,6 +75,7 @@ SLOT_TARGETS: tuple[SlotTarget, ...] = (
             model_types=t.model_types,
             classes=t.classes,
             requantises=True,
+            fp8_32=t.slots_fp8_32,
         )
         for t in TARGETS
         if t.slots
@@ -74,10 +83,6 @@ SLOT_TARGETS: tuple[SlotTarget, ...] = (
     ATOM,
 )
 """The rows of `TARGETS` that have slot fusion too, and ATOM."""
-
-
-FP8_32_RUN = frozenset({"0.5.23"})
-"""Releases of SGLang of which slots with such blocks were run."""
 
 
 def slot_verdicts(checkpoint: Subject, target: SlotTarget) -> tuple[Verdict, ...]:
@@ -122,10 +127,13 @@ def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subj
     if layer.shared.width != layer.routed.width:
         message = f"the shared expert is {layer.shared.width} wide, a routed one {layer.routed.width}: it fits no slot"
         return because(unchecked, "slot-width", message, hint)
-    if target.requantises and layer.routed.label.startswith(FP8_32) and target.release not in FP8_32_RUN:
-        message = f"slots with {FP8_32} experts were run in {target.engine} {', '.join(FP8_32_RUN)} alone"
+    if target.requantises and layer.routed.label.startswith(FP8_32) and not target.fp8_32:
+        ran = ", ".join(t.release for t in SLOT_TARGETS if t.fp8_32)
+        message = f"slots with {FP8_32} experts were run in {target.engine} {ran} alone"
         return because(Outcome.UNKNOWN, "slot-format", message)
     routed, shared = layer.routed.gate, layer.shared.gate
+    if routed.kind not in target.kinds:
+        return because(Outcome.UNKNOWN, "slot-format", f"slots of {layer.routed.label} experts are not known here")
     fp8 = shared.kind is StorageKind.FP8_BLOCK and shared.scale_dtype in REQUANTISED_SCALES
     requantised = target.requantises and routed.kind is StorageKind.MXFP4 and fp8
     unseen = target.requantises and checkpoint.quantization.method == "quark"  # the gate above read the config alone

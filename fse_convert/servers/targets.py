@@ -80,16 +80,24 @@ class ConfigRule:
 class Target:
     """One server release, or a bare contract.
 
-    ``fuses``: whether it has native shared-expert fusion at all. ``routed_pad``: the multiple to which the server itself
-    pads routed experts at load (0: none). ``hidden_multiple``: the server's own rule where it is stricter than the kernel's.
-    ``pairings``: see `Pairings`. ``multiples``: of width and hidden size, for routed formats with rules of their own.
-    ``shared_blocks``: scale blocks its fusion accepts (None: any with a multiple of 32 columns). ``scale_dtypes``: of the
-    shared expert's scales in the checkpoint. ``model_types``: whose model code has the path (empty: any), ``beside``: whose
-    model code runs MegaMoE and always keeps the shared expert out of it. ``passed_over``: routed formats that it loads, and then
-    runs without MegaMoE. ``classes``: the model classes that have the path, for a
-    config that names its class (empty: any). ``rules``: what the model code asks of config.json.
-    ``held_twice``: what it keeps two copies of. ``slots``: where its gate of slot fusion was read, for the same model types
-    (empty: it has none). ``started_with``: flags and hardware.
+    * ``contract``: what its kernel asks of shapes.
+    * ``source``: the files of the release that the row was read from.
+    * ``started_with``: flags and hardware.
+    * ``fuses``: it has native shared-expert fusion at all.
+    * ``routed_pad``: the multiple to which the server itself pads routed experts at load; 0: none.
+    * ``hidden_multiple``: of the hidden size, where the server is stricter than the kernel.
+    * ``pairings``: the formats of shared experts that it fuses, by the format of the routed ones.
+    * ``multiples``: of width and hidden size, for routed formats with rules of their own.
+    * ``shared_blocks``: the scale blocks of shared experts that it fuses; None: any with a multiple of 32 columns.
+    * ``scale_dtypes``: of the shared expert's scales in the checkpoint.
+    * ``model_types``: whose model code has the path; empty: any.
+    * ``beside``: model types whose code runs MegaMoE and always keeps the shared expert out of it.
+    * ``passed_over``: routed formats that it loads, and then runs without MegaMoE.
+    * ``classes``: the model classes that have the path, for a config that names its class; empty: any.
+    * ``rules``: what the model code asks of config.json.
+    * ``held_twice``: weights that it keeps two copies of.
+    * ``slots``: where its gate of slot fusion was read, for the same model types; empty: it has none.
+    * ``slots_fp8_32``: slots of FP8 experts in blocks of 32x32 were run.
     """
 
     name: str
@@ -112,6 +120,7 @@ class Target:
     rules: tuple[ConfigRule, ...] = ()
     held_twice: frozenset[HeldTwice] = frozenset()
     slots: str = ""
+    slots_fp8_32: bool = False
 
     @property
     def is_contract(self) -> bool:
@@ -204,7 +213,7 @@ TARGETS: tuple[Target, ...] = (
         "sglang-0.5.23", "SGLang", "0.5.23", MEGAMOE_128, "layers/moe/mega_moe.py:100-116, 196-207", SGLANG,
         hidden_multiple=512, pairings=FP4_OR_NVFP4_ALONE, passed_over=SGLANG_PASSES_OVER,
         multiples=NVFP4_256, scale_dtypes=SGLANG_SCALES, classes=SGLANG_CLASSES_0_5_21, held_twice=SGLANG_TWICE,
-        slots="models/deepseek_v4.py:4864-4890, layers/moe/fused_moe_triton/layer.py:1043-1110",
+        slots="models/deepseek_v4.py:4864-4890, layers/moe/fused_moe_triton/layer.py:1043-1110", slots_fp8_32=True,
     ),
     Target(
         "tensorrt-llm", "TensorRT-LLM", "main (2026-08)", MEGAMOE_512,

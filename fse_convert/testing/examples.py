@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fse_convert.model.family import Family, Stack
+from fse_convert.model.families.family import Family, Stack
 from fse_convert.model.moe import Role
 from fse_convert.testing.memory import Tensors, expert
 

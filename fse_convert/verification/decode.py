@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.verification.addresses import GROUP
-from fse_convert.verification.stream import Memory
+from fse_convert.verification.compare import Memory
 from fse_convert.verification.tensors import SourceTensors
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

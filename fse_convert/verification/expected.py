@@ -20,7 +20,7 @@ from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.checkpoint.names import CONFIG, INDEX
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.description import Description, ExpertGroup
-from fse_convert.model.family import SECTIONS, place
+from fse_convert.model.families.family import SECTIONS, place
 from fse_convert.model.formats import StorageKind
 from fse_convert.plan.changes.change import ConfigChange, changed_config
 from fse_convert.plan.plan import LayerVerdict, Plan

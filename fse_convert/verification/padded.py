@@ -11,7 +11,7 @@ from math import prod
 
 from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
-from fse_convert.model.family import Family, Stack
+from fse_convert.model.families.family import Family, Stack
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.servers.native import LaunchWidths

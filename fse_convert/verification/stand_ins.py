@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from fse_convert.checkpoint.header import E8M0_DTYPES, TensorInfo
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.families_shared import DEEPSEEK_V4
+from fse_convert.model.families.with_shared import DEEPSEEK_V4
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.source import Source

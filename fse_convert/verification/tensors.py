@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint
-from fse_convert.verification.stream import InputFiles, Memory
+from fse_convert.verification.compare import InputFiles, Memory
 
 
 @dataclass(frozen=True, slots=True)

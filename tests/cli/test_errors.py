@@ -22,7 +22,7 @@ from fse_convert.conversion import ray as cluster
 from fse_convert.conversion.run import Request, write_part
 from fse_convert.errors import EnvironmentFailure
 from fse_convert.output.copying import Link
-from fse_convert.output.jobs import Part
+from fse_convert.output.parts import Part
 from fse_convert.plan.plan import Options
 from fse_convert.servers.judge import judge
 from fse_convert.servers.scales import Scales, shared_f32_scales

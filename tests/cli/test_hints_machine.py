@@ -159,7 +159,7 @@ def test_a_folder_inside_of_a_mounted_one(made: Make, run: Run, monkeypatch: pyt
     place = Path("/dev/shm")
     if not (place.is_mount() and os.access(place, os.W_OK)):
         pytest.skip("nothing is mounted where this may write")
-    monkeypatch.setattr("fse_convert.output.staging.any", lambda _: False, raising=False)  # as if nothing were in it
+    monkeypatch.setattr("fse_convert.output.overwrite.any", lambda _: False, raising=False)  # as if nothing were in it
     code, _, err = run(made(**KNOBS), place, "--overwrite")
     assert (code, "error[output-mounted]" in err, "give a folder inside of it" in err) == (2, True, True)
     monkeypatch.undo()

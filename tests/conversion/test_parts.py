@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.reader import open_checkpoint
-from fse_convert.output.jobs import Job, Part
 from fse_convert.output.journal import read_journal
+from fse_convert.output.parts import Job, Part
 from fse_convert.output.staging import stage
 
 Run = Callable[..., tuple[int, str, str]]

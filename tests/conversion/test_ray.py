@@ -126,7 +126,7 @@ def test_a_node_that_sees_something_else_writes_nothing(made: Callable[..., Path
 
     from fse_convert.conversion.run import Conversion, Request, write_part
     from fse_convert.errors import EnvironmentFailure
-    from fse_convert.output.jobs import Part
+    from fse_convert.output.parts import Part
     from fse_convert.output.staging import stage
     from fse_convert.plan.plan import Options
     from fse_convert.servers.targets import find_target

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from fse_convert.model.families import FAMILIES
+from fse_convert.model.families.find import FAMILIES
 from fse_convert.report.schemas import RESPONSES, schema
 from fse_convert.servers.targets import TARGETS
 

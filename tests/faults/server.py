@@ -57,9 +57,9 @@ def _child(main: Callable[[list[str]], None], request: dict[str, Any], write: in
     os.dup2(err, 2)
     code = 0
     if request.get("no_margin"):
-        from fse_convert.output import staging as transaction
+        from fse_convert.output import free_space
 
-        transaction.MARGIN = -(1 << 60)
+        free_space.MARGIN = -(1 << 60)
     injector.install()
     try:
         main(request["args"])

@@ -10,7 +10,7 @@ import pytest
 
 from fse_convert.errors import Problem
 from fse_convert.model.consistency import covered, expected_layers
-from fse_convert.model.families import find_family
+from fse_convert.model.families.find import find_family
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.testing.memory import PROJ, Model, Tensors, description_of, expert, subject_of
 from fse_convert.testing.patch import drop

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fse_convert.model.quantization import Quantization, read_quantization
-from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, build_vllm_quant, is_since
+from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, build_vllm_quant
+from fse_convert.servers.naming import is_since
 from fse_convert.servers.verdict import Outcome
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}

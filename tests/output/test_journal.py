@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fse_convert.output.journal import Journal, differences, read_journal
@@ -21,6 +21,7 @@ def test_what_is_added_is_read(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "none") is None
 
 
+@settings(deadline=None)  # it waits for the disk
 @given(cut=st.integers(0, 400))
 def test_going_on_after_a_torn_line_loses_that_line_alone(cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -13,8 +13,8 @@ import pytest
 
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import EnvironmentFailure, Locked, Problem, UsageError
-from fse_convert.output.lock import LOCK, locked
-from fse_convert.output.staging import Staging, check_output, check_space, left_behind, stage
+from fse_convert.output.lock import LOCK
+from fse_convert.output.staging import Staging, stage
 
 
 def test_output_appears_by_publishing_only(tmp_path: Path) -> None:
@@ -78,12 +78,6 @@ def test_overwriting_swaps_whole_folders(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_space_is_checked_where_the_output_will_be(tmp_path: Path) -> None:
-    check_space(tmp_path / "not" / "yet" / "there", 0)
-    with pytest.raises(EnvironmentFailure, match=r"needs 4,194,304\.00 TiB and a margin of 64\.0 MiB"):
-        check_space(tmp_path / "out", 1 << 62)
-
-
 def test_staging_lies_beside_the_output(tmp_path: Path) -> None:
     assert Staging(tmp_path / "out").root.parent == tmp_path
 
@@ -137,35 +131,6 @@ def test_only_files_of_the_plan_stay(tmp_path: Path) -> None:
         assert sorted(str(p.relative_to(staging.folder)) for p in staging.folder.rglob("*") if not p.is_dir()) == ["a", "fse/b"]
         assert not (staging.folder / "link").exists()
         staging.publish(lambda: None)
-
-
-def cut_off(tmp_path: Path) -> Path:
-    """What a run leaves that is killed between the swap and the removal of what it replaced."""
-    out = tmp_path / "out"
-    root = Staging(out).root
-    for folder in (out / "fse", root / "output" / "fse"):
-        folder.mkdir(parents=True)
-        (folder.parent / MANIFEST).write_text("{}")
-    (root / "output" / "shard").write_bytes(bytes(1000))
-    (root / LOCK).write_text("")
-    return out
-
-
-def test_what_a_run_that_was_cut_off_left_is_named(tmp_path: Path) -> None:
-    out = cut_off(tmp_path)
-    with pytest.raises(UsageError) as e:
-        check_output(tmp_path / "source", out, overwrite=False)
-    assert [p.code for p in e.value.problems] == ["output-exists", "left-behind"]
-    assert "1002 B" in e.value.problems[1].message
-    assert e.value.problems[1].where == str(Staging(out).root)
-    assert (Staging(out).root / "output" / "shard").is_file()
-
-
-def test_what_a_run_is_working_on_is_not_called_left_behind(tmp_path: Path) -> None:
-    out = cut_off(tmp_path)
-    with locked(Staging(out).root, out):
-        assert left_behind(out) == ()
-    assert left_behind(out)
 
 
 def test_a_file_system_that_keeps_removed_files_that_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fse_convert.model.families import FAMILIES
-from fse_convert.model.family import Family
+from fse_convert.model.families.family import Family
+from fse_convert.model.families.find import FAMILIES
 from tests.peers.sglang_run import ENVIRONMENT
 
 pytestmark = pytest.mark.peers

@@ -13,7 +13,7 @@ from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.costs import Serving, costs, padding, stored
 from fse_convert.plan.source import describe_source
-from fse_convert.plan.widths import contract_widths
+from fse_convert.plan.width_rounding import contract_widths
 from fse_convert.servers.native import LaunchWidths
 from fse_convert.servers.subject import Subject
 from fse_convert.testing.checkpoints import make_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import FseConvertError, NotConvertible, Problem
-from fse_convert.model.families import FAMILIES, find_family
+from fse_convert.model.families.find import FAMILIES, find_family
 from fse_convert.plan.edits import config_notes
 from fse_convert.plan.plan import Options, Plan
 from fse_convert.plan.planner import make_plan

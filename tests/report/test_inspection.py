@@ -18,7 +18,7 @@ from fse_convert.plan.advice import advise
 from fse_convert.plan.costs import Serving, costs
 from fse_convert.plan.decide import planner
 from fse_convert.plan.source import describe_source
-from fse_convert.plan.widths import contract_widths
+from fse_convert.plan.width_rounding import contract_widths
 from fse_convert.report.console import span
 from fse_convert.report.inspection.costs import cost_rows
 from fse_convert.report.inspection.pages import markdown, workflow_commands

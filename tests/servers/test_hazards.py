@@ -16,6 +16,7 @@ from fse_convert.servers.subject import Subject
 from fse_convert.servers.verdict import Outcome
 from fse_convert.testing.checkpoints import make_spec
 from fse_convert.testing.memory import PROJ, Model, Tensors, expert, subject_of
+from tests.releases import AITER, FHMOE, MEGA, SLOTS
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 FP4_SPEC = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
@@ -26,12 +27,8 @@ QUARK = {
     "export": {"kv_cache_group": []},
 }  # fmt: skip
 V41 = {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"]}
-AITER = [f"vllm-0.{minor}-aiter" for minor in range(29, 34)]
-FHMOE = [f"vllm-0.{minor}-aiter-fhmoe" for minor in range(30, 34)]
 EVERY = [*AITER, *FHMOE]
-UNREAD = [*EVERY, "vllm-0.33-aiter-mega"]
-SLOTS = [f"sglang-0.5.{patch}-slots" for patch in range(20, 24)]
-
+UNREAD = [*EVERY, *MEGA]
 ALL_SLOTS = dict.fromkeys([*SLOTS, "atom"], "xxx")
 
 
@@ -78,7 +75,7 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
         "BF16 experts of an FP8 config",
         Model(routed="bf16", shared="bf16", config={"quantization_config": FP8}),
         "scales-expected",
-        ALL_SLOTS | dict.fromkeys([*AITER[1:4], "vllm-0.33-aiter-mega"], "xxx"),
+        ALL_SLOTS | dict.fromkeys([*AITER[1:4], *MEGA], "xxx"),
     ),
     ("FP8 experts of an FP8 config", fp8("fp8-128-f32-scale"), "scales-expected", {}),
     ("FP8 experts with E8M0 scales", fp8("fp8-128"), "fp8-e8m0-scales", dict.fromkeys(EVERY, "xxx")),
@@ -182,7 +179,7 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
             **dict.fromkeys(AITER[2:], "ffx"),
             **dict.fromkeys(FHMOE[1:], "uux"),
             **dict.fromkeys(SLOTS, "ffx"),
-            "vllm-0.33-aiter-mega": "ffx",
+            **dict.fromkeys(MEGA, "ffx"),
         },
     ),
 ]
@@ -219,7 +216,7 @@ def named(*, exact: bool = True, twins: bool = True) -> Subject:
             named(twins=False),
             {**dict.fromkeys(AITER[2:4], "ffx"), **dict.fromkeys(FHMOE[1:3], "uux"), **dict.fromkeys(SLOTS[:2], "xxx")},
         ),
-        (named(exact=False), dict.fromkeys([*AITER[2:], *FHMOE[1:], "vllm-0.33-aiter-mega", *SLOTS], "xxx")),
+        (named(exact=False), dict.fromkeys([*AITER[2:], *FHMOE[1:], *MEGA, *SLOTS], "xxx")),
     ],
     ids=["named exactly, with twins", "without twins", "by regular expressions"],
 )

@@ -11,14 +11,13 @@ from fse_convert.servers.targets import CONTRACTS, FP8_SHARED, find_target
 from fse_convert.servers.verdict import Outcome, Verdict
 from fse_convert.testing.memory import Model, expert, subject_of
 from tests.model.test_stacked import headers
+from tests.releases import SGLANG, VLLM
 from tests.stacked import CASES
 
 V41 = {"model_type": "deepseek_v41"}
 FLASH = Model(hidden=4096, width=2048, shared="fp8-128", layers=1, mtp=0)
 V41_FLASH = Model(hidden=5120, width=2304, shared="fp8-32", layers=1, mtp=0, config=V41)
 V41_PADDED = Model(hidden=5120, width=2560, shared="fp8-32", layers=1, mtp=0, config=V41)
-VLLM = [f"vllm-0.{minor}" for minor in range(29, 34)]
-SGLANG = [f"sglang-0.5.{patch}" for patch in range(20, 24)]
 
 
 def native(model: Model, name: str, widths: LaunchWidths | None = None) -> Verdict:

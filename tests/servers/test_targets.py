@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from fse_convert.model.formats import StorageKind
-from fse_convert.servers.aiter.question import AITER_TARGETS
 from fse_convert.servers.judge import ALL_TARGETS
 from fse_convert.servers.targets import (
     CONTRACTS,
@@ -19,6 +18,7 @@ from fse_convert.servers.targets import (
     find_target,
     needed_contract,
 )
+from tests.releases import MEGA, SGLANG, VLLM
 
 
 def test_names_are_unique_over_all_questions() -> None:
@@ -36,12 +36,12 @@ def test_every_row_says_where_it_was_read_and_what_it_needs(target: Target) -> N
 
 def test_the_releases_of_the_issue_are_there() -> None:
     names = {t.name for t in ALL_TARGETS}
-    for minor in range(29, 34):
-        assert {f"vllm-0.{minor}", f"vllm-0.{minor}-aiter"} <= names
-    for patch in range(20, 24):
-        assert {f"sglang-0.5.{patch}", f"sglang-0.5.{patch}-slots"} <= names
+    for vllm in VLLM:
+        assert f"{vllm}-aiter" in names
+    for sglang in SGLANG:
+        assert f"{sglang}-slots" in names
     assert {"tensorrt-llm", "atom", "megamoe-128", "megamoe-512"} <= names
-    assert [t.name for t in AITER_TARGETS if t.mega_moe] == ["vllm-0.33-aiter-mega"]
+    assert MEGA[0] == "vllm-0.33-aiter-mega"
 
 
 def test_a_server_that_pads_routed_experts_needs_that_width_of_the_shared_one() -> None:

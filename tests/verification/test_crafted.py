@@ -15,10 +15,10 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.plan.plan import Plan
 from fse_convert.plan.source import open_source
 from fse_convert.testing.patch import read_shard, write_shard
+from fse_convert.verification.compare import InputFiles
 from fse_convert.verification.expected import ExpectedOutput
 from fse_convert.verification.layers import check_layers
 from fse_convert.verification.manifest import OutputManifest, plan_again
-from fse_convert.verification.stream import InputFiles
 from tests.verification.editing import INDEX, L1, SIDECAR, Manifest, into, load, seal
 
 Make = Callable[..., Path]

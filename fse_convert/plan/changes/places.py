@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fse_convert.model.family import place
+from fse_convert.model.families.family import place
 from fse_convert.model.quantization import Quantization
 from fse_convert.plan.changes.change import REMOVED, ConfigChange
 

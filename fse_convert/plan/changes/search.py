@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from functools import cached_property
 
 from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertible, Problem
@@ -25,8 +26,20 @@ RECODINGS: Mapping[str, Callable[[Subject], Result]] = {"routed_fp8": routed_fp8
 """Changes that a user can ask for, by the field of `Options`; the lossless one first."""
 HEAL = "heal-"
 """How the names of mends begin."""
-FITS = 2
-"""The worst value of `misfit` with which a server can be used."""
+
+
+class Misfit(IntEnum):
+    """What a server leaves unfused, from nothing on."""
+
+    NOTHING = 0
+    DRAFTER_UNFUSED = 1
+    DRAFTER_FAILS = 2
+    DECODER = 3
+
+    @property
+    def usable(self) -> bool:
+        """True where all decoder layers fuse."""
+        return self is not Misfit.DECODER
 
 
 class Candidates:
@@ -116,12 +129,12 @@ def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision
     for names, healed in candidates.lists(options):
         decision = _tried(candidates, candidates.changes(names, healed), options, decide)
         first = first or decision
-        if not isinstance(decision, Decision) or (options.target and misfit(decision) > FITS):
+        if not isinstance(decision, Decision) or (options.target and not misfit(decision).usable):
             continue
         if fitting and not _loses_nothing(decision):
             break
         fitting.append((decision, names))
-        if not options.target or misfit(decision) < FITS:
+        if not options.target or misfit(decision) < Misfit.DRAFTER_FAILS:
             break
     if fitting:
         decision, names = min(fitting, key=lambda found: misfit(found[0]))
@@ -135,18 +148,16 @@ def _loses_nothing(decision: Decision) -> bool:
     return all(change.lossless for change in decision.changes)
 
 
-def misfit(decision: Decision) -> int:
-    """Return how far a server is from fusing everything.
-
-    0: it fuses all. 1: all but the drafter, which runs unfused. 2: all but the drafter, which fails. 3: not the decoder layers.
-    """
+def misfit(decision: Decision) -> Misfit:
+    """Return what the target would leave unfused of the output."""
     if decision.server.fused:
-        return 0
+        return Misfit.NOTHING
     of = {kind: [v.server for v in decision.verdicts if v.layer.layer.kind is kind] for kind in LayerKind}
     whole = decision.server.outcome not in (Outcome.ERROR, Outcome.REFUSED)
     if not whole or not of[LayerKind.DECODER] or not all(v.fused for v in of[LayerKind.DECODER]):
-        return 3
-    return 1 if all(v.outcome in (Outcome.FUSED, Outcome.UNFUSED) for v in of[LayerKind.MTP]) else 2
+        return Misfit.DECODER
+    unfused = all(v.outcome in (Outcome.FUSED, Outcome.UNFUSED) for v in of[LayerKind.MTP])
+    return Misfit.DRAFTER_UNFUSED if unfused else Misfit.DRAFTER_FAILS
 
 
 def _tried(candidates: Candidates, changes: Changes | None, options: Options, decide: Decide) -> Decision | FseConvertError | None:

@@ -12,7 +12,7 @@ from typing import Any
 from fse_convert.errors import Problem
 from fse_convert.layout.sizes import GROUP
 from fse_convert.model.description import LayerDescription
-from fse_convert.model.families_shared import DEEPSEEK_V4
+from fse_convert.model.families.with_shared import DEEPSEEK_V4
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import FP8_METHODS

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fse_convert.model.family import SECTIONS, place
+from fse_convert.model.families.family import SECTIONS, place
 from fse_convert.servers.aiter.patterns import Renames
 from fse_convert.servers.subject import vllm_class_names
 

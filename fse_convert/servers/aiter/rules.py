@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fse_convert.model.family import SECTIONS, place
+from fse_convert.model.families.family import SECTIONS, place
 from fse_convert.servers.aiter.families import NO_RENAMES, AiterFamily
 from fse_convert.servers.aiter.patterns import (
     NotFusedError,
@@ -30,8 +30,8 @@ from fse_convert.servers.aiter.vllm_config import (
     as_mapping,
     is_mxfp4,
     is_quark_mxfp4,
-    is_since,
 )
+from fse_convert.servers.naming import is_since
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 EXPERT_DTYPES = ("fp4", "fp8")

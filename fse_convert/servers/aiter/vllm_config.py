@@ -81,11 +81,6 @@ NEWEST = list(RELEASES)[-1]
 """The last of them."""
 
 
-def is_since(release: str, first: str) -> bool:
-    """Tell whether a release is ``first`` or later."""
-    return [int(part) for part in release.split(".")] >= [int(part) for part in first.split(".")]
-
-
 class VllmQuantKind(str, Enum):
     """The classes of quantisation that the fusion check tells apart."""
 

@@ -16,12 +16,9 @@ from fse_convert.servers.judge import judge
 from fse_convert.servers.subject import Subject
 from fse_convert.testing.checkpoints import make_checkpoint, make_spec
 from fse_convert.testing.memory import Tensors, W, expert, subject_of
+from tests.releases import AITER
 
 SMALL: Mapping[str, Any] = {"hidden": 512, "width": 256, "layers": 3, "experts": 2, "vocab": 64, "sparse": True}
-AITER = tuple(f"vllm-0.{minor}-aiter" for minor in range(29, 34))
-"""vLLM's releases on ROCm, oldest first."""
-SLOTS = tuple(f"sglang-0.5.{patch}-slots" for patch in range(20, 24))
-"""SGLang's releases with slots, oldest first."""
 RECODINGS = {"routed-fp8": routed_fp8, "shared-mxfp4": shared_mxfp4}
 
 

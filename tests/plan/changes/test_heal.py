@@ -19,7 +19,7 @@ from fse_convert.testing.memory import Tensors, subject_of
 from fse_convert.testing.patch import drop, edit_config, rename
 from tests.model.test_stacked import headers
 from tests.plan.changes.conftest import Make
-from tests.plan.changes.models import SLOTS, fused_by_quark, letters
+from tests.plan.changes.models import fused_by_quark, letters
 from tests.plan.changes.recipes import (
     SHARED_MXFP4,
     Damage,
@@ -37,6 +37,7 @@ from tests.plan.changes.recipes import (
     v4_shared,
     without_twins,
 )
+from tests.releases import SLOTS
 from tests.stacked import CASES, LAYERS
 
 KIMI_SHARED = shared("model.layers.1", "model.layers.2")

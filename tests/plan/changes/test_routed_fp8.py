@@ -20,8 +20,9 @@ from fse_convert.testing.checkpoints import make_spec
 from fse_convert.testing.memory import Tensors, subject_of
 from fse_convert.testing.patch import edit_config
 from tests.plan.changes.conftest import Make
-from tests.plan.changes.models import SLOTS, letters
+from tests.plan.changes.models import letters
 from tests.plan.changes.recipes import dropping, setting
+from tests.releases import SLOTS
 
 
 def fitting(source: Source | Subject) -> FormatChange:

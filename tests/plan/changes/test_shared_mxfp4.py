@@ -14,7 +14,7 @@ from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import Copied, Recoded, Rule
 from fse_convert.testing.patch import edit_config, retype
 from tests.plan.changes.conftest import Make
-from tests.plan.changes.models import SLOTS, fused_by_quark, letters, made, opened
+from tests.plan.changes.models import fused_by_quark, letters, made, opened
 from tests.plan.changes.recipes import (
     Damage,
     dropping,
@@ -25,6 +25,7 @@ from tests.plan.changes.recipes import (
     shared,
     v4_shared,
 )
+from tests.releases import SLOTS
 
 W = {
     "ch_axis": -1, "dtype": "fp4", "group_size": 32, "is_dynamic": False, "is_scale_quant": False, "mx_element_dtype": None,

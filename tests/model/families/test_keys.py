@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fse_convert.model.consistency import unstated
-from fse_convert.model.families import FAMILIES
+from fse_convert.model.families.find import FAMILIES
 from fse_convert.testing.memory import description_of
-from tests.model.releases import (
+from tests.model.families.releases import (
     EXPERTS,
     LAYERS,
     RELEASES,

@@ -1,4 +1,4 @@
-"""What a model family is: the names of its experts, and the keys of config.json that hold their sizes. Rows: `families`."""
+"""What a model family is: the names of its experts, and the keys of config.json that hold their sizes."""
 
 from __future__ import annotations
 
@@ -125,16 +125,27 @@ class Stated:
 class Family:
     """One way of naming a MoE model's experts and of writing their sizes into config.json.
 
-    ``layers`` and ``mtp`` are regular expressions for what stands before a layer's number, ``block`` for the MoE block behind it;
-    empty where experts are the layer's own. With ``mtp`` None, MTP layers are numbered on from the decoder layers (DeepSeek-V3).
-    ``shared``: the module of the shared experts, empty in a family that has none; ``beside``: it stands beside the block, not
-    inside it. ``widths``: the keys that state how wide experts are; ``readings``: other readings of those keys by some loader,
-    which must come to the same. ``depth_keys``, ``n_routed_keys``, ``n_shared_keys``: the names of the number of decoder layers and
-    of either kind of experts (without a name for shared experts there is one); ``hidden_key``: the length of the experts' input;
-    ``per_modality``: as a list it has a part per modality. ``stacked``: tensors that hold all routed experts of a layer, where some
-    release has them; ``fused``: gate and up of a shared MLP as one matrix, ``[2 S, H]``, by names below its module. ``gated``: a
-    gate of its own scales the shared expert's output. ``sparse``: which layers have experts, None where that is not known.
-    ``mtp_routed_key``: routed experts of MTP layers, where they have a key of their own.
+    * ``name``: of the family, for people and for ``--family``.
+    * ``model_types``: what config.json says as ``model_type``.
+    * ``source``: the loaders that the row was read from.
+    * ``layers``: what stands before a decoder layer's number, a regular expression.
+    * ``mtp``: the same of an MTP layer; None where they are numbered on from the decoder layers (DeepSeek-V3).
+    * ``block``: the MoE block behind the number, a regular expression; empty where experts are the layer's own.
+    * ``shared``: the module of the shared experts; empty in a family that has none.
+    * ``beside``: the shared experts stand beside the block, not inside it.
+    * ``routed_names``, ``shared_names``: the names of an expert's projections.
+    * ``widths``: every key from which some loader builds experts.
+    * ``readings``: other readings of those keys by some loader, which must come to the same.
+    * ``depth_keys``, ``n_routed_keys``, ``n_shared_keys``: names of the number of decoder layers, of routed and of shared experts;
+      without a name for shared experts there is one.
+    * ``hidden_key``: the length of the experts' input.
+    * ``per_modality``: numbers of experts may be lists with one per modality.
+    * ``stacked``: tensors that hold all routed experts of a layer, where some release has them.
+    * ``fused``: gate and up of a shared MLP as one matrix, ``[2 S, H]``, by its name below the module.
+    * ``mtp_key``: the number of MTP layers.
+    * ``gated``: a gate of its own scales the shared expert's output.
+    * ``sparse``: which layers have experts; None where that is not known.
+    * ``mtp_routed_key``: the number of routed experts of MTP layers, where it has a key of its own.
     """
 
     name: str

@@ -1,10 +1,22 @@
-"""Families whose models have no shared experts: nothing to fuse, experts to pad. As data, like `fse_convert.model.families`."""
+"""Families whose models have no shared experts: nothing to fuse, experts to pad. As data, a row each."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fse_convert.model.family import DEFAULT, EITHER, EVERY_LAYER, MOE, SPARSE, STACKED, STEPPED, W_NAMES, Family, Sparse, Width
+from fse_convert.model.families.family import (
+    DEFAULT,
+    EITHER,
+    EVERY_LAYER,
+    MOE,
+    SPARSE,
+    STACKED,
+    STEPPED,
+    W_NAMES,
+    Family,
+    Sparse,
+    Width,
+)
 
 MIXTRAL = Family(
     name="Mixtral",

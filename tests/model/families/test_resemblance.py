@@ -9,7 +9,7 @@ import pytest
 from fse_convert.model.describe import describe
 from fse_convert.model.quantization import read_quantization
 from fse_convert.testing.memory import PROJ, checkpoint, description_of, expert
-from tests.model.releases import (
+from tests.model.families.releases import (
     EXPERTS,
     RELEASES,
     Release,

@@ -6,17 +6,17 @@ Threads are enough: copying, reading, writing, syncing and hashing all happen ou
 from __future__ import annotations
 
 import logging
-import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from pathlib import Path
 from threading import Event as Flag
 from threading import Lock
 
-from fse_convert.output.digests import Scan, file_xxh3_128
-from fse_convert.output.staging import Staging, check_space
-from fse_convert.progress import Advance, Event, Observer
+from fse_convert.output.digests import file_xxh3_128
+from fse_convert.output.free_space import check_space
+from fse_convert.output.parts import Job
+from fse_convert.output.resume import how_finished
+from fse_convert.output.staging import Staging
+from fse_convert.progress import Event, Observer
 
 logger = logging.getLogger(__name__)
 POLL = 0.1
@@ -27,69 +27,8 @@ class Cancelled(Exception):
     """Raised in a worker that is to stop; its file is not finished."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One file: its name, its size and the room that it takes in bytes, and what writes it to a path and returns how.
-
-    ``linked``: the file that it is to be a hard link of, which is not read. ``scans``: what to look for when it is read back.
-    """
-
-    name: str
-    size: int
-    room: int
-    write: Callable[[Path, Advance], str]
-    linked: Path | None = None
-    scans: tuple[Scan, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Part ``index`` of ``count`` of one conversion, counted from 1; parts may be written at once, on several machines."""
-
-    index: int
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.index}-of-{self.count}"
-
-    def of(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return this part's files, in order: all parts together have every file once, and bytes as evenly as files allow."""
-        load = [0] * self.count
-        mine = set()
-        for job in sorted(jobs, key=lambda j: (-j.size, j.name)):
-            part = load.index(min(load))
-            load[part] += 0 if job.linked else job.size
-            if part == self.index - 1:
-                mine.add(job.name)
-        return [job for job in jobs if job.name in mine]
-
-
-def finished(job: Job, staging: Staging, fresh: Collection[str] = ()) -> str | None:
-    """Return how a file came to be that the journal vouches for; None when it must be written.
-
-    It is hashed again, unless it is one of the ``fresh`` files that this very run had other processes write.
-    """
-    known = staging.journal.done.get(job.name)
-    if known is None:
-        return None
-    path, hashed, how = staging.folder / job.name, known.get("xxh3_128"), known.get("how")
-    try:
-        info = path.lstat()
-        if not stat.S_ISREG(info.st_mode) or not info.st_size == job.size == known.get("size") or not isinstance(how, str):
-            return None
-        if job.name in fresh:
-            return how
-        # Whether the source of a hard link is still the same, the fingerprint tells.
-        same = file_xxh3_128(path) == hashed if hashed else job.linked is not None and path.samefile(job.linked)
-    except OSError:
-        return None
-    state = "its hash agrees" if same else "but its content changed: written again"
-    logger.info("%s: finished by an earlier run, %s", job.name, state)
-    return how if same else None
-
-
 def run_jobs(jobs: Sequence[Job], staging: Staging, workers: int, observe: Observer, fresh: Collection[str] = ()) -> dict[str, str]:
-    """Write every file that is not `finished`; return how each came to be. The first failure stops all workers and is raised."""
+    """Write every file that no journal vouches for; return how each came to be. The first failure stops all and is raised."""
     run = _Run(staging, observe, fresh)
     pool = ThreadPoolExecutor(workers)
     how: dict[str, str] = {}
@@ -118,7 +57,8 @@ class _Run:
         self.lock = Lock()
 
     def job(self, job: Job) -> tuple[str, str]:
-        how = finished(job, self.staging, self.fresh)
+        record = self.staging.journal.done.get(job.name)
+        how = how_finished(job, self.staging.folder, record, fresh=job.name in self.fresh)
         if how is None:
             how = self._write(job)
         else:

@@ -11,7 +11,7 @@ from fse_convert.errors import InvalidCheckpoint
 from fse_convert.plan.decide import decide
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source, describe_source
-from fse_convert.plan.widths import needed_widths, stored_widths
+from fse_convert.plan.width_rounding import needed_widths, stored_widths
 from fse_convert.servers.judge import find_any
 from fse_convert.servers.verdict import Outcome
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, expert

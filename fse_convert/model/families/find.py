@@ -1,8 +1,7 @@
-"""Model families as data: how each names its experts, and which config keys hold their widths.
+"""The family of a model: by its model type, or by the name that a user gave. All rows together are `FAMILIES`.
 
-To add a family, add a row to `SHARED`, to `ROUTED_ONLY` if its models have no shared experts, or to `STACKED_ONLY`. Sources: model
-files of vLLM 0.33, SGLang 0.5.23 and transformers 5.24, named per row; transformers' ``conversion_mapping.py`` says how checkpoints
-spell names that its modules spell differently.
+Sources: model files of vLLM 0.33, SGLang 0.5.23 and transformers 5.24, named per row; transformers' ``conversion_mapping.py`` says
+how checkpoints spell names that its modules spell differently.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fse_convert.model.families_routed import ROUTED_ONLY
-from fse_convert.model.families_shared import SHARED
-from fse_convert.model.families_stacked import STACKED_ONLY
-from fse_convert.model.family import SECTIONS, Family, place
+from fse_convert.model.families.family import SECTIONS, Family, place
+from fse_convert.model.families.routed_only import ROUTED_ONLY
+from fse_convert.model.families.stacked_only import STACKED_ONLY
+from fse_convert.model.families.with_shared import SHARED
 
 FAMILIES: tuple[Family, ...] = (*SHARED, *ROUTED_ONLY, *STACKED_ONLY)
+MTP_LAYERS = "|".join(dict.fromkeys(family.mtp for family in FAMILIES if family.mtp))
+"""What stands before the number of an MTP layer in some family, as a regular expression."""
 RUN = frozenset({
     "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
     "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",

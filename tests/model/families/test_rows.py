@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
-from fse_convert.model.families import FAMILIES, find_family
+from fse_convert.model.families.find import FAMILIES, find_family
 from fse_convert.model.moe import LayerKind, Role
 from fse_convert.servers.judge import judge
 from fse_convert.testing.memory import PROJ, Tensors, description_of, expert, subject_of
-from tests.model.releases import (
+from tests.model.families.releases import (
     EXPERTS,
     HIDDEN,
     LAYERS,

@@ -1,10 +1,10 @@
-"""Families whose models have shared experts, as data; see `fse_convert.model.families`."""
+"""Families whose models have shared experts, as data: names and config keys, a row each."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fse_convert.model.family import (
+from fse_convert.model.families.family import (
     BARE_LAYERS,
     DEFAULT,
     EITHER,
@@ -172,7 +172,9 @@ SHARED: tuple[Family, ...] = (
     Family(
         name="Ernie-4.5",
         model_types=("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
-        source="vLLM 0.33 model_executor/models/ernie45_moe.py:133-184; transformers 5.24 ernie4_5_vl_moe (list-valued widths)",
+        source="vLLM 0.33 model_executor/models/ernie45_moe.py:133-184, ernie_mtp.py:153-160;"
+        " transformers 5.24 ernie4_5_vl_moe (list-valued widths)",
+        mtp=r"model\.mtp_\w+",
         n_routed_keys=("moe_num_experts",),
         n_shared_keys=("moe_num_shared_experts",),
         per_modality=True,

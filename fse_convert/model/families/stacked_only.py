@@ -1,10 +1,10 @@
-"""Families whose releases hold all routed experts of a layer in one tensor. As data, like `fse_convert.model.families`."""
+"""Families whose releases hold all routed experts of a layer in one tensor. As data, a row each."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fse_convert.model.family import (
+from fse_convert.model.families.family import (
     BARE_LAYERS,
     EITHER,
     EVERY_LAYER,

@@ -1,0 +1,227 @@
+"""From the experts of every layer to how they are stored: their formats, read once per shape, and every problem with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from fse_convert.errors import Problem, some
+from fse_convert.model.consistency import INCOMPLETE
+from fse_convert.model.description import STACKED, ExpertGroup, LayerDescription, first_of
+from fse_convert.model.families.family import Family
+from fse_convert.model.formats import Format, FormatError, read_format
+from fse_convert.model.misfits import Formats, Misfits, Read
+from fse_convert.model.moe import Expert, MoELayer, Projection, Role
+from fse_convert.model.stacked import Slot, odd_biases, place, repeated, single, straddling
+
+NO_MATRIX = "adapters, biases, and projections fused into one matrix are not supported"
+TWO_NAMES = "find out which of them is right, and take the other out"
+TWICE = "servers load whichever they read last: export the model again, with each layer once"
+
+
+class LayerReader:
+    """Reads formats of expert groups; remembers them by signature, since a layer's experts share one."""
+
+    def __init__(self, block_hint: tuple[int, int] | None, family: Family) -> None:
+        self.block_hint = block_hint
+        self.family = family
+        self.known: dict[tuple[object, ...], Formats] = {}
+        self.understood: tuple[set[Role], set[Role]] = set(), set()
+
+    def describe(self, layers: Iterable[MoELayer]) -> tuple[LayerDescription, ...]:
+        """Describe layers, with every problem of every expert; equal problems of a layer are counted together.
+
+        All are read before any is described: what fits no format is damage where others like it do.
+        """
+        read = [(m, self._read(self._routed(m)), self._read(self._shared(m))) for m in layers]
+        for _, *groups in read:
+            for understood, group in zip(self.understood, groups, strict=True):
+                understood.update(role for _, formats in group for role, f in formats.items() if isinstance(f, Format))
+        return tuple(self._layer(*entry) for entry in read)
+
+    def _layer(self, layer: MoELayer, routed: Read, shared: Read) -> LayerDescription:
+        problems = _Problems(layer)
+        self._add_odd_names(layer, problems)
+        of_routed, of_shared = self.understood
+        roles = frozenset(self.family.routed_names.values())
+        of_experts, of_one = _group(routed, roles, of_routed, problems), _group(shared, roles, of_shared, problems)
+        stated, of_own = self.block_hint, tuple(filter(None, (layer.shared,)))
+        groups = (
+            _stacked(of_experts, (), self._slots(layer), stated, problems) if layer.stacked else of_experts,
+            _stacked(of_one, of_own, self._fused(layer), stated, problems) if layer.fused else of_one,
+        )
+        return LayerDescription(layer, *groups, problems.folded())
+
+    def _add_odd_names(self, layer: MoELayer, problems: _Problems) -> None:
+        """Add what the names alone show: tensors that are not understood, that are there twice, or missing."""
+        for twin in layer.twins:
+            message = f"this layer is there twice, under other prefixes: {_prefix(layer.name)} and {_prefix(twin)}"
+            problems.add(Problem("layer-twice", message, layer.name, TWICE))
+        _add_odd_stacks(layer, self._slots(layer), problems)
+        for name in layer.unknown:
+            problems.add(Problem("expert-unknown", "an expert tensor that is not understood", name, NO_MATRIX))
+        own = layer.shared.projections if layer.shared else {}
+        again = (*repeated(self._slots(layer)), *repeated(self._fused(layer), own))
+        for name in (*layer.doubled, *(slot.info.name for slot in again)):
+            problems.add(Problem("part-ambiguous", "a projection that is there under another name too", name, TWO_NAMES))
+        missing = _missing_experts(layer)
+        if missing:
+            message = f"no routed expert {some(map(str, missing))}"
+            problems.add(Problem("expert-missing", message, layer.name, INCOMPLETE))
+        if self.family.gated and layer.shared and layer.gate_tensor is None:
+            problems.add(Problem("gate-missing", "no gate of the shared expert", layer.shared.name, INCOMPLETE))
+
+    def _routed(self, layer: MoELayer) -> tuple[Expert, ...]:
+        """Return the routed experts; one in place of all where they are stacked."""
+        slots = self._slots(layer)
+        return (single(layer.name, slots),) if slots and not layer.routed else layer.routed
+
+    def _shared(self, layer: MoELayer) -> tuple[Expert, ...]:
+        if layer.shared is None:
+            return ()
+        fused = single(layer.shared.name, self._fused(layer)).projections
+        return (replace(layer.shared, projections={**layer.shared.projections, **fused}),)
+
+    def _slots(self, layer: MoELayer) -> list[Slot]:
+        found = (place(self.family.stacked, t.name.removeprefix(f"{layer.name}."), t, 1) for t in layer.stacked)
+        return [slot for slot in found if slot]
+
+    def _fused(self, layer: MoELayer) -> list[Slot]:
+        names = f"{layer.shared.name}." if layer.shared else ""
+        found = (place(self.family.fused, t.name.removeprefix(names), t, 0) for t in layer.fused)
+        return [slot for slot in found if slot]
+
+    def _read(self, experts: Iterable[Expert]) -> Read:
+        return [(expert, self._formats(expert)) for expert in experts]
+
+    def _formats(self, expert: Expert) -> Formats:
+        key = tuple(
+            (role, projection.of, suffix, info.dtype, info.shape)
+            for role, projection in expert.projections.items()
+            for suffix, info in projection.parts.items()
+        )
+        if key not in self.known:
+            self.known[key] = {role: self._format(p) for role, p in expert.projections.items()}
+        return self.known[key]
+
+    def _format(self, projection: Projection) -> Format | FormatError:
+        try:
+            return read_format(projection.parts, self.block_hint).shared_by(projection.of)
+        except FormatError as e:
+            return e
+
+
+def _group(read: Read, roles: frozenset[Role], understood: set[Role], problems: _Problems) -> ExpertGroup | None:
+    misfits, experts = Misfits(read, understood), tuple(expert for expert, _ in read)
+    first: dict[Role, Format] | None = None
+    like: Formats | None = None
+    whole = True
+    for expert, found in read:
+        if found is like:
+            continue
+        formats = _whole(expert, roles, found, misfits, problems)
+        if formats is None:
+            whole = False
+        elif first is None:
+            first, like = formats, found
+        elif formats != first:
+            whole = False
+            where = next(expert.projections[r].name for r in formats if formats[r] != first[r])
+            message = f"{_stored(formats)}, but {experts[0].name} is {_stored(first)}: a layer's experts must be stored alike"
+            problems.add(Problem("experts-differ", message, where))
+    if first is None or not whole:
+        return None
+    width, hidden = first[Role.UP].shape
+    return ExpertGroup(experts, first, hidden, width)
+
+
+def _add_odd_stacks(layer: MoELayer, slots: Sequence[Slot], problems: _Problems) -> None:
+    """Add what of the stacked tensors is not understood, and numbers of experts that differ between them."""
+    known = {slot.info.name for slot in slots}
+    odd = [t for t in layer.stacked if t.name not in known or layer.routed]
+    if odd:
+        message = f"routed experts in one {len(odd[0].shape)}-D tensor, {odd[0].dtype} {list(odd[0].shape)}"
+        hint = "beside experts of their own" if layer.routed else "not in the layout that this family has"
+        problems.add(Problem(STACKED, message, first_of(t.name for t in odd), hint))
+    for slot in (s for s in slots if s.info.shape[0] != layer.count and not layer.routed):
+        message = f"it holds {slot.info.shape[0]} experts, another tensor of the layer {layer.count}"
+        problems.add(Problem("expert-shape", message, slot.info.name, INCOMPLETE))
+
+
+def _stacked(
+    group: ExpertGroup | None,
+    own: tuple[Expert, ...],
+    slots: Sequence[Slot],
+    stated: tuple[int, int] | None,
+    problems: _Problems,
+) -> ExpertGroup | None:
+    """Return a group of the tensors that hold matrices of experts.
+
+    ``own``: experts with what they have by themselves; ``stated``: the FP8 block that the config states.
+    """
+    if group is None:
+        return None
+    for slot, message in straddling(slots, group.formats, stated):
+        problems.add(Problem("scale-straddles", message, slot.info.name))
+    for slot, rows in odd_biases(slots, group.formats):
+        message = f"a bias of {list(slot.info.shape)} beside matrices of {rows} rows"
+        problems.add(Problem("expert-shape", message, slot.info.name, INCOMPLETE))
+    return replace(group, experts=own, stacked=tuple(slot.stacked(group.formats[slot.stack.roles[-1]]) for slot in slots))
+
+
+def _whole(
+    expert: Expert, roles: frozenset[Role], read: Formats, misfits: Misfits, problems: _Problems
+) -> dict[Role, Format] | None:
+    """Return the formats of an expert that is complete and understood; what keeps it from that is added to ``problems``.
+
+    ``roles``: the projections that the family's experts have.
+    """
+    formats: dict[Role, Format] = {}
+    unclear = any(name.startswith(f"{expert.name}.") for name in problems.layer.unknown)
+    for role in Role:
+        found = read.get(role)
+        if isinstance(found, Format):
+            formats[role] = found
+        elif isinstance(found, FormatError):
+            problems.add(misfits.problem(found, role, expert.projections[role]))
+        elif role in roles and not unclear:
+            problems.add(Problem("projection-missing", f"no {role.value} projection", expert.name, INCOMPLETE))
+    if formats.keys() != roles:
+        return None
+    up, down = formats[Role.UP].shape, formats[Role.DOWN].shape
+    if formats.get(Role.GATE, formats[Role.UP]).shape != up or down != up[::-1]:
+        *others, last = (f"{role.value} {list(f.shape)}" for role, f in formats.items())
+        message = f"{', '.join(others)} and {last} do not make one MLP"
+        problems.add(Problem("expert-shape", message, expert.name, "is the checkpoint sharded by tensor parallelism?"))
+        return None
+    return formats
+
+
+def _stored(formats: Mapping[Role, Format]) -> str:
+    labels = dict.fromkeys(f.label for f in formats.values())
+    return f"{' / '.join(labels)}, {formats[Role.GATE].shape[0]} wide"
+
+
+class _Problems:
+    """Problems of one layer; those that differ only in where they are become one."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        self.layer = layer
+        self.places: dict[Problem, list[str]] = {}
+
+    def add(self, problem: Problem) -> None:
+        self.places.setdefault(replace(problem, where=""), []).append(problem.where)
+
+    def folded(self) -> tuple[Problem, ...]:
+        return tuple(replace(problem, where=first_of(dict.fromkeys(places))) for problem, places in self.places.items())
+
+
+def _missing_experts(layer: MoELayer) -> list[int]:
+    numbers = {int(e.name.rsplit(".", 1)[1]) for e in layer.routed}
+    return sorted(set(range(max(numbers, default=-1) + 1)) - numbers)
+
+
+def _prefix(layer: str) -> str:
+    """Return what stands before a layer's number."""
+    return re.split(r"\.\d+(?:\.|$)", layer)[0]
