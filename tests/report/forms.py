@@ -156,7 +156,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {k: v or "" for k, v in attrs}
         name = values.get("class", "")
-        if tag not in ("meta",):
+        if tag not in ("meta", "wbr"):
             self.path.append((tag, name))
         if tag == "li" or (tag == "tr" and any(n == "answers" for _, n in self.path)):
             self.answers.append({"label": "", "word": "", "numbers": "", "mark": "", "code": "", "text": "", "hint": ""})

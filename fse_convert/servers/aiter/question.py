@@ -13,6 +13,7 @@ has that backend; V4.1's switches it off (0.33 models/deepseek_v41/amd/model.py:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from fse_convert.servers.naming import is_since
 from fse_convert.servers.subject import vllm_class_names
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood, whole
 
+LAYER_NUMBER = re.compile(r"\b(layers|mtp)\.\d+\b")
 DRAFT_EXPORT = "NextN"
 """How class names of drafts end that are exported for SGLang; vLLM has none of them."""
 SWITCH = "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS"
@@ -103,14 +105,19 @@ def ask_aiter(
 
 
 def judge_layer(question: AiterQuestion, layer: LayerDescription) -> Verdict:
-    """Judge one layer of a checkpoint: by the config, as vLLM does; tensors that are not understood take a yes back."""
+    """Judge one layer of a checkpoint: by the config, as vLLM does; tensors that are not understood take a yes back.
+
+    vLLM's messages name the layer; a reason is the same in every layer, so its number is left out.
+    """
     if layer.layer.shared is None:
         return NO_SHARED_EXPERT
     if question.heterogeneous and layer.layer.kind is LayerKind.DECODER:
         return FUSED
     judge_kind = judge_mtp_layer if layer.layer.kind is LayerKind.MTP else judge_decoder_layer
     verdict = judge_kind(question, layer.layer.index)
-    return not_understood(layer.problems) if verdict.fused and layer.problems else verdict
+    if verdict.fused and layer.problems:
+        return not_understood(layer.problems)
+    return replace(verdict, reasons=tuple(replace(r, message=LAYER_NUMBER.sub(r"\1.*", r.message)) for r in verdict.reasons))
 
 
 def judge_decoder_layer(question: AiterQuestion, index: int) -> Verdict:
