@@ -110,11 +110,18 @@ def said_of(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
     said = said or [_none(rows)]
     said += dict.fromkeys(f"{n.message}." for a in fused for n in a.notes if n.code == MISREAD_ELSEWHERE)
     if unsafe:
-        hints = dict.fromkeys(r.hint for r in unsafe[-1].model.reasons if r.hint)
-        way_out = f": {'; '.join(hints)}" if hints else ""
+        hints = way_out(r.hint for r in unsafe[-1].model.reasons if r.hint)
         with_it = " with the drafter" if all(a in partly for a in unsafe) else ""
-        said.append(f"{releases(unsafe, rows)} would fail to load it{with_it} or compute wrong numbers{way_out}.")
+        said.append(f"{releases(unsafe, rows)} would fail to load it{with_it} or compute wrong numbers{hints}.")
     return " ".join(said)
+
+
+def way_out(hints: Iterable[str]) -> str:
+    """Join hints, each of which may name alternatives; where all have some in common, those alone are enough."""
+    ways = [hint.split(", or ") for hint in dict.fromkeys(hints)]
+    common = [way for way in ways[0] if all(way in others for others in ways)] if ways else []
+    said = ", or ".join(common) or "; ".join(", or ".join(way) for way in ways)
+    return f": {said}" if said else ""
 
 
 def _none(rows: Sequence[Answer]) -> str:
@@ -130,7 +137,7 @@ def _none(rows: Sequence[Answer]) -> str:
         return "no known release has a path for this model."
     answer, reason = telling[0]
     none = "not known" if answer.model.outcome is Outcome.UNKNOWN else "no known release fuses this checkpoint as is"
-    return f"{none}; {answer.engine} {answer.release}{_way(answer, rows)}: {reason.message.rstrip('.')}."
+    return f"{none}; {answer.engine} {answer.release}{_in_brackets([_way(answer, rows)])}: {reason.message.rstrip('.')}."
 
 
 def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp: int) -> Gain | None:
@@ -174,16 +181,14 @@ def server_of(row: Named) -> str:
 
 
 def _way(row: Named, rows: Sequence[Named]) -> str:
-    """Return the variant in a target's name, such as `` (mega)``; empty for the plain one."""
+    """Return the variant in a target's name, such as ``mega``; empty for the plain one."""
     plain = next(server_of(r) for r in rows if r.engine == row.engine)
-    extra = server_of(row).removeprefix(plain).strip("-")
-    return f" ({extra})" if extra else ""
+    return server_of(row).removeprefix(plain).strip("-")
 
 
 def releases(chosen: Iterable[Named], rows: Sequence[Named]) -> str:
     """Name releases by server: ``vLLM >= 0.31`` where all later known ones are among them, else one by one."""
-    names = {row.name for row in chosen}
-    parts = []
+    names, ways = {row.name for row in chosen}, dict[str, list[str]]()
     for server in dict.fromkeys(map(server_of, rows)):
         known = [row for row in rows if server_of(row) == server]
         mine = [row.release for row in known if row.name in names]
@@ -192,10 +197,17 @@ def releases(chosen: Iterable[Named], rows: Sequence[Named]) -> str:
         engine, way = known[0].engine, _way(known[0], rows)
         newest = [row.release for row in known[-len(mine) :]] == mine
         if len(known) == 1:
-            parts.append(known[0].name if way else engine)
+            ways[known[0].name if way else engine] = [""]
         else:
-            parts.append(f"{engine} {f'>= {mine[0]}' if newest else ', '.join(mine)}{way}")
+            ways.setdefault(f"{engine} {f'>= {mine[0]}' if newest else ', '.join(mine)}", []).append(way)
+    parts = [f"{text}{_in_brackets(found)}" for text, found in ways.items()]
     return " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + f" and {parts[-1]}"
+
+
+def _in_brackets(ways: Sequence[str]) -> str:
+    """Say in which ways releases are started: only plainly, plainly and also in others, or only in others."""
+    others = ", ".join(way for way in ways if way)
+    return f" ({'also ' if '' in ways else ''}{others})" if others else ""
 
 
 def _padding_sentence(gain: Gain, rows: Sequence[Target], *, only: bool) -> str:

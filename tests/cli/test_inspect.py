@@ -212,7 +212,7 @@ class _Links(HTMLParser):
         self.foreign += [f"{tag} {v}" for k, v in attrs if k in ("src", "href") and v and not v.startswith("#")]
         self.foreign += [tag] if tag in ("script", "link", "img", "iframe") else []
         self.cells += tag == "i" and values.get("class") != "gap"
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

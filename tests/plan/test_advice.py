@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fse_convert.plan.advice import Advice, advise, releases
+from fse_convert.plan.advice import Advice, advise, releases, way_out
 from fse_convert.plan.plan import Options
 from fse_convert.servers.judge import Answer, Question, judge
 from fse_convert.servers.targets import TARGETS, find_target
@@ -175,3 +175,19 @@ def test_releases_are_named_by_server() -> None:
     assert releases([t for t in rows if t.name in ("vllm-0.29", "vllm-0.31")], rows) == "vLLM 0.29, 0.31"
     answers = [a for a in judge(Model().subject()) if a.question is Question.AITER]
     assert releases(answers, answers) == "vLLM ROCm >= 0.29, vllm-0.33-aiter-mega and vLLM ROCm >= 0.30 (fhmoe)"
+    unsafe = [a for a in answers if a.name.startswith(("vllm-0.30-aiter", "vllm-0.31-aiter"))]
+    assert releases(unsafe, answers) == "vLLM ROCm 0.30, 0.31 (also fhmoe)"
+
+
+@pytest.mark.parametrize(
+    ("hints", "said"),
+    [
+        ((), ""),
+        (("serve with A=0, or with vLLM 0.33",), ": serve with A=0, or with vLLM 0.33"),
+        (("serve with A=0, or with vLLM 0.33", "serve with A=0, or without the drafter"), ": serve with A=0"),
+        (("serve with A=0", "serve with B=0"), ": serve with A=0; serve with B=0"),
+    ],
+    ids=["none", "one", "one way out of both", "nothing in common"],
+)
+def test_ways_out_that_help_against_every_reason_are_enough(hints: tuple[str, ...], said: str) -> None:
+    assert way_out(hints) == said
