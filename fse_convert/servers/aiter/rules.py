@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fse_convert.model.families.family import SECTIONS, place
@@ -37,7 +38,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 EXPERT_DTYPES = ("fp4", "fp8")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AiterQuestion:
     """One checkpoint and one way of serving it.
 
@@ -74,6 +75,23 @@ class AiterQuestion:
     def renames(self) -> Renames:
         """Renaming of checkpoint modules by the server's model class."""
         return self.family.renames if is_since(self.release.name, self.family.names_since) else NO_RENAMES
+
+    @cached_property
+    def quark_exclude(self) -> Sequence[str]:
+        """Quark's excluded modules as the server renames them."""
+        exclude = self.quant.quark.get("exclude")
+        if exclude is None:
+            raise ServerError("'NoneType' object is not iterable")
+        if not isinstance(exclude, list):
+            raise UnclearError(f"exclude must be a list, found {type(exclude).__name__}")
+        if all(isinstance(entry, str) for entry in exclude):
+            return self.renames.apply_all(exclude)
+        raise UnclearError("exclude has entries that are not strings")
+
+    @cached_property
+    def quark_configs(self) -> Mapping[str, Any]:
+        """Quark's schemes of single modules, of which there may be thousands, as the server renames them."""
+        return self.renames.apply_keys(as_mapping(self.quant.quark.get("layer_quant_config") or {}, "layer_quant_config"))
 
     def read(self, key: str, default: Any = None) -> Any:
         """Read an attribute of the server's config object, where V4.1's ``text_config`` is laid flat.
@@ -145,7 +163,7 @@ class AiterRules:
         ``get_quant_method_target`` of quantization/quark/quark.py for RoutedExperts, where one excluded expert excludes all. Of
         the schemes only MXFP4 is recognised; others are spelled out.
         """
-        quark, exclude, configs = self.question.quant.quark, self._quark_exclude(), self._quark_configs()
+        quark, exclude, configs = self.question.quant.quark, self.question.quark_exclude, self.question.quark_configs
         children = (entry for entry in exclude if not entry.startswith("re:"))
         if any(entry == self.experts or entry.startswith(f"{self.experts}.") for entry in children):
             return None
@@ -200,22 +218,6 @@ class AiterRules:
             scheme = configs.get(next(patterns, ""))
         return as_mapping(scheme or raw.get("global_quant_config") or {}, "a Quark scheme")
 
-    def _quark_exclude(self) -> Sequence[str]:
-        """Return Quark's excluded modules as the server renames them."""
-        exclude = self.question.quant.quark.get("exclude")
-        if exclude is None:
-            raise ServerError("'NoneType' object is not iterable")
-        if not isinstance(exclude, list):
-            raise UnclearError(f"exclude must be a list, found {type(exclude).__name__}")
-        if all(isinstance(entry, str) for entry in exclude):
-            return self.question.renames.apply_all(exclude)
-        raise UnclearError("exclude has entries that are not strings")
-
-    def _quark_configs(self) -> Mapping[str, Any]:
-        """Return Quark's schemes of single modules as the server renames them."""
-        configs = as_mapping(self.question.quant.quark.get("layer_quant_config") or {}, "layer_quant_config")
-        return self.question.renames.apply_keys(configs)
-
     def _quark(self) -> None:
         question, quark = self.question, self.question.quant.quark
         for key in ("exclude", "global_quant_config"):
@@ -223,7 +225,7 @@ class AiterRules:
                 raise ServerError(f"assert {key!r} in quant_config.quant_config", "aiter-quark-incomplete")
         if self._quark_excludes():
             raise NotFusedError("aiter-quark-excluded", f"Quark excludes shared experts at {self.shared}")
-        configs = self._quark_configs()
+        configs = self.question.quark_configs
         parts = [part for name in self._names for part in shards(name, question.packed) or [name]]
         general = quark["global_quant_config"]
         routed, *own = (quark_layer_config(name, configs) or general for name in (self.experts, *parts))
@@ -232,7 +234,7 @@ class AiterRules:
             raise NotFusedError("aiter-quark-configs-differ", message)
 
     def _quark_excludes(self) -> bool:
-        exclude = self._quark_exclude()
+        exclude = self.question.quark_exclude
         if self.question.release.exclude_by_name:
             return any("shared_expert" in entry for entry in exclude)
         return any(listed(name, exclude, self.question.packed) for name in self._names)
