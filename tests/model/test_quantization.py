@@ -13,6 +13,7 @@ from fse_convert.model.quantization import Quantization, read_quantization
 from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, build_vllm_quant
 from fse_convert.servers.naming import is_since
 from fse_convert.servers.verdict import Outcome
+from tests.releases import until_newest
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}}
@@ -311,21 +312,13 @@ def test_the_class_that_vllm_picks(scheme: Any, model_type: str, kind: VllmQuant
 
 def test_releases_pick_differently() -> None:
     mxfp8 = of({"quant_method": "mxfp8"})
-    assert {name: build_vllm_quant(of(QUARK), "deepseek_v4", row).kind for name, row in RELEASES.items()} == {
-        "0.29": VllmQuantKind.DEEPSEEK_V4,
-        "0.30": VllmQuantKind.FP8,
-        "0.31": VllmQuantKind.QUARK,
-        "0.32": VllmQuantKind.QUARK,
-        "0.33": VllmQuantKind.QUARK,
-    }
+    kinds = [build_vllm_quant(of(QUARK), "deepseek_v4", row).kind for row in RELEASES.values()]
+    assert kinds == [*until_newest((VllmQuantKind.DEEPSEEK_V4, VllmQuantKind.FP8, VllmQuantKind.QUARK), RELEASES)]
     assert {
         name for name, row in RELEASES.items() if build_vllm_quant(of(FP8), "deepseek_v4", row).kind is VllmQuantKind.DEEPSEEK_V4
-    } == {
-        "0.29",
-        "0.33",
-    }
+    } == set(RELEASES) - {"0.30", "0.31", "0.32"}
     assert {name for name, row in RELEASES.items() if build_vllm_quant(mxfp8, "minimax_m3", row).kind is VllmQuantKind.MXFP8} == {
-        "0.33"
+        name for name in RELEASES if is_since(name, "0.33")
     }
     assert list(RELEASES) == sorted(RELEASES)
     assert is_since("0.33", "0.30")

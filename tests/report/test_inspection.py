@@ -28,7 +28,7 @@ from fse_convert.servers.judge import Subject, judge
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 from fse_convert.testing.memory import Model, checkpoint
 from fse_convert.testing.patch import edit_config
-from tests.releases import FROM_031, NEWEST
+from tests.releases import FROM_031, LAST, SGLANG, from_release
 
 Made = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -90,7 +90,7 @@ def test_targets_with_one_answer_share_a_row() -> None:
         FROM_031,
         "sglang-0.5.21",
         "sglang-0.5.22",
-        "sglang-0.5.23",
+        from_release("sglang-0.5.23", SGLANG),
         "tensorrt-llm",
     ]
     assert native.silent == {"refused, no path for this model": ["vllm-0.29", "sglang-0.5.20"]}
@@ -123,7 +123,7 @@ def test_reasons_are_numbered_once() -> None:
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_strips_fit_and_a_long_model_shows_its_worst(width: int) -> None:
     out = printed(inspection(Model(width=512, layers=90, mtp=1, mtp_shared="bf16")), width)
-    row = next(line for line in out.splitlines() if f"vllm-0.29..{NEWEST.release.rpartition(chr(46))[2]} " in line)
+    row = next(line for line in out.splitlines() if f"vllm-0.29..{LAST} " in line)
     assert max(map(len, out.splitlines())) <= width
     assert row.rstrip().endswith("█ ░  mixed 90/91 1")
     assert ("a mark stands for up to" in " ".join(out.split())) == (width < 140)
@@ -218,9 +218,8 @@ def test_a_row_names_all_its_releases_and_a_hint_one_that_works() -> None:
     dense = inspection(Model(layers=0, mtp=0))
     view = View(replace(dense, answers=tuple(answers)), [a.name for a in answers])
     row = next(r for r in view.rows if "vllm-0.30" in r.names)
-    last = NEWEST.release.rpartition(".")[2]
-    assert row.label == f"vllm-0.29..{last}"
-    assert row.reasons[0].message == f"vLLM 0.29..{last} would not"
+    assert row.label == f"vllm-0.29..{LAST}"
+    assert row.reasons[0].message == f"vLLM 0.29..{LAST} would not"
     assert row.reasons[0].hint == "convert with --target vllm-0.29"
     assert [r.names for r in view.rows[:2]] == [("megamoe-512",), ("megamoe-128",)]
 

@@ -8,6 +8,7 @@ from fse_convert.errors import UsageError
 from fse_convert.servers.judge import ALL_TARGETS
 from fse_convert.servers.naming import find_named, for_version
 from fse_convert.servers.targets import TARGETS
+from tests.releases import AITER, NEWEST, SGLANG, SLOTS, VLLM
 
 
 @pytest.mark.parametrize("name", [t.name for t in ALL_TARGETS])
@@ -29,10 +30,10 @@ def test_every_name_finds_its_own_row(name: str) -> None:
         ("vllm==0.33.1-aiter-mega", "vllm-0.33-aiter-mega"),
         ("sglang-0.5.22.post1", "sglang-0.5.22"),
         ("sglang-0.5.21-slots", "sglang-0.5.21-slots"),
-        ("vllm", "vllm-0.33"),
-        ("vllm-aiter", "vllm-0.33-aiter"),
-        ("SGLang", "sglang-0.5.23"),
-        ("sglang-slots", "sglang-0.5.23-slots"),
+        ("vllm", VLLM[-1]),
+        ("vllm-aiter", AITER[-1]),
+        ("SGLang", SGLANG[-1]),
+        ("sglang-slots", SLOTS[-1]),
         ("MegaMoE-128", "megamoe-128"),
         ("TensorRT-LLM", "tensorrt-llm"),
     ],
@@ -44,8 +45,12 @@ def test_spellings_of_a_release(written: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("written", "message", "hint"),
     [
-        ("vllm-0.34", "vLLM 0.34 is newer than the newest release known here, 0.33", "update fse-convert"),
-        ("vllm-1.0.0-aiter", "vLLM ROCm 1.0.0 is newer than the newest release known here, 0.33", "update fse-convert"),
+        ("vllm-0.99", f"vLLM 0.99 is newer than the newest release known here, {NEWEST.release}", "update fse-convert"),
+        (
+            "vllm-1.0.0-aiter",
+            f"vLLM ROCm 1.0.0 is newer than the newest release known here, {NEWEST.release}",
+            "update fse-convert",
+        ),
         ("vllm-0.3", "vLLM 0.3 is older than the oldest release known here, 0.29", "fse-convert targets"),
         ("sglang-0.5.3", "SGLang 0.5.3 is older than the oldest release known here, 0.5.20", "fse-convert targets"),
         ("sglang-0.5", "SGLang 0.5 is older than", "fse-convert targets"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def changes_of(source: Source, names: Iterable[str]) -> tuple[FormatChange, ...]
     return made or heals(source.subject)
 
 
-def letters(source: Source, targets: tuple[str, ...] = AITER) -> tuple[str, ...]:
+def letters(source: Source, targets: Sequence[str] = AITER) -> tuple[str, ...]:
     """Return a letter per layer for each target: (f)used, (u)nfused, (e)rror, (r)efused, unsafe (x), unknown (?)."""
     short = {"unsafe": "x", "unknown": "?"}
     layers = {answer.name: answer.layers for answer in judge(source.subject)}

@@ -18,7 +18,7 @@ SHARED_MXFP4: Mapping[str, Any] = {"stored": {"shared": "mxfp4-u8"}}
 class Recipe:
     """A kind of checkpoint, its damage, and the changes that mend it.
 
-    ``before`` and ``after``: letters of `models.letters` for every release of `models.AITER`, or one for all of them.
+    ``before`` and ``after``: letters of `models.letters` for the releases of vLLM on ROCm; the last one for all later ones too.
     """
 
     name: str
