@@ -21,7 +21,7 @@ from fse_convert.plan.source import open_source
 from fse_convert.progress import ignore
 from fse_convert.servers.targets import find_target
 from fse_convert.testing.patch import edit_index, find, poke, read_header, write_shard
-from fse_convert.verification import expected_bytes, storage, stream
+from fse_convert.verification import compare, expected_bytes, storage
 from fse_convert.verification.findings import LIMIT, Level, Sample, StorageResult
 from fse_convert.verification.manifest import OutputManifest
 from fse_convert.verification.storage import Output, prove_alone, prove_storage
@@ -109,7 +109,7 @@ def test_pieces_may_end_anywhere(made: Make, tmp_path: Path, monkeypatch: pytest
     root = made("nvfp4", experts=1, layers=1)
     out = output(root, tmp_path / "out")
     whole = prove(root, out)
-    for module in (stream, expected_bytes):
+    for module in (compare, expected_bytes):
         monkeypatch.setattr(module, "CHUNK", 10_007)
     monkeypatch.setattr(storage, "WORKERS", 3)
     small = prove(root, out)
