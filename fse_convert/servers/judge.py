@@ -19,10 +19,10 @@ from fse_convert.servers.hazards import with_hazards
 from fse_convert.servers.naming import find_named
 from fse_convert.servers.native import LaunchWidths, config_verdict, kernel_verdict, native_verdict
 from fse_convert.servers.scales import with_scales
-from fse_convert.servers.slots import SLOT_TARGETS, SlotTarget, slot_needs, slot_notes, slot_verdicts
+from fse_convert.servers.slots import SLOT_KINDS, SLOT_TARGETS, SlotTarget, slot_needs, slot_notes, slot_verdicts
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import TARGETS, Target
-from fse_convert.servers.verdict import Outcome, Reason, Verdict, not_understood, whole
+from fse_convert.servers.verdict import Outcome, Reason, Verdict, because, not_understood, whole
 
 
 class Question(str, Enum):
@@ -104,6 +104,13 @@ def _of_stated_sizes(checkpoint: Subject, verdict: Verdict) -> Verdict:
     return not_understood(vague) if vague else verdict
 
 
+def _of_read_formats(layer: LayerDescription, verdict: Verdict) -> Verdict:
+    """Take a yes to slots back for experts in a format that no server was read for; kernels name theirs."""
+    if not (verdict.fused and layer.routed and layer.routed.gate.kind not in SLOT_KINDS):
+        return verdict
+    return because(Outcome.UNKNOWN, "slot-format", f"what servers make of {layer.routed.label} experts in slots is not known")
+
+
 def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
     """Answer for one target."""
     description, layers = checkpoint.description, checkpoint.description.layers
@@ -113,7 +120,7 @@ def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
         verdicts = tuple(native_layer(checkpoint, target, d) for d in layers)
         return _put_together(target, verdicts, whole(verdicts))
     if isinstance(target, SlotTarget):
-        own = slot_verdicts(checkpoint, target)
+        own = tuple(map(_of_read_formats, layers, slot_verdicts(checkpoint, target)))
         judged = (with_hazards(checkpoint, target, d, v) for d, v in zip(layers, own, strict=True))
         verdicts = tuple(_of_stated_sizes(checkpoint, v) for v in judged)
         needs = slot_needs(target, [d.routed.label for d in layers if d.routed])
@@ -121,7 +128,7 @@ def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
     question = ask_aiter(checkpoint.config, checkpoint.quant_config, checkpoint.quantization, target)
     if isinstance(question, Verdict):
         return _put_together(target, (question,) * len(layers), question)
-    own = tuple(judge_layer(question, d) for d in layers)
+    own = tuple(_of_read_formats(d, judge_layer(question, d)) for d in layers)
     judged = (with_hazards(checkpoint, target, d, v, question) for d, v in zip(layers, own, strict=True))
     verdicts = tuple(_of_stated_sizes(checkpoint, v) for v in judged)
     model = _of_stated_sizes(checkpoint, _model_with_unsafe_layers(judge_whole(layers, own), verdicts))

@@ -22,7 +22,7 @@ from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason
 SLOT_KINDS = frozenset({
     StorageKind.FP8_BLOCK, StorageKind.FP8_CHANNEL, StorageKind.FP8_TENSOR, StorageKind.MXFP4, StorageKind.NVFP4, StorageKind.PLAIN,
 })  # fmt: skip
-"""Formats of routed experts whose slots were read."""
+"""Formats of routed experts of which it was read what becomes of a shared expert in a slot, here and in vLLM on ROCm."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SlotTarget:
 
     ``requantises``: FP8 shared experts become MXFP4 beside MXFP4 routed ones, else both must be stored alike.
     ``model_types``: whose gate was read, and ``classes``: their model classes (empty: any). ``fp8_32``: slots
-    of experts in `FP8_32` were run. ``kinds``: formats of routed experts that were read; of others nothing is said.
+    of experts in `FP8_32` were run.
     """
 
     name: str
@@ -43,7 +43,6 @@ class SlotTarget:
     classes: frozenset[str]
     requantises: bool
     fp8_32: bool = False
-    kinds: frozenset[StorageKind] = SLOT_KINDS
 
 
 REQUANTISED_SCALES = ("F8_E8M0", "F32")
@@ -132,8 +131,6 @@ def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subj
         message = f"slots with {FP8_32} experts were run in {target.engine} {ran} alone"
         return because(Outcome.UNKNOWN, "slot-format", message)
     routed, shared = layer.routed.gate, layer.shared.gate
-    if routed.kind not in target.kinds:
-        return because(Outcome.UNKNOWN, "slot-format", f"slots of {layer.routed.label} experts are not known here")
     fp8 = shared.kind is StorageKind.FP8_BLOCK and shared.scale_dtype in REQUANTISED_SCALES
     requantised = target.requantises and routed.kind is StorageKind.MXFP4 and fp8
     unseen = target.requantises and checkpoint.quantization.method == "quark"  # the gate above read the config alone
