@@ -23,8 +23,8 @@ from fse_convert.plan.offers import Offers, make_offers
 from fse_convert.plan.ranks import Ranks, ranks
 from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.plan.width_rounding import contract_widths
+from fse_convert.servers.f32_scales import UNREAD, Scales
 from fse_convert.servers.judge import Answer, judge
-from fse_convert.servers.scales import UNREAD, Scales
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.verdict import Outcome, Verdict, because, not_understood
 

@@ -39,7 +39,7 @@ from fse_convert.sidecar.manifest import Manifest, sealed
 from fse_convert.sidecar.tensors import LAYOUT, LAYOUT_VERSION
 from fse_convert.torch_threads import has_torch, import_beside, need_torch
 from fse_convert.verification.findings import Level
-from fse_convert.verification.work import computed_work
+from fse_convert.verification.phases import computed_work
 
 if TYPE_CHECKING:
     from fse_convert.verification.proof import Proof

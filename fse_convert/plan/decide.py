@@ -16,9 +16,9 @@ from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import Decision, Experts, LayerVerdict, Options
 from fse_convert.plan.source import Source
 from fse_convert.plan.width_rounding import needed_widths, stored_widths
+from fse_convert.servers.f32_scales import INEXACT, Scales, with_scales
 from fse_convert.servers.judge import answer, native_layer
 from fse_convert.servers.native import LaunchWidths, kernel_verdict
-from fse_convert.servers.scales import INEXACT, Scales, with_scales
 from fse_convert.servers.targets import Target
 from fse_convert.servers.verdict import Outcome, Reason, Verdict, because, whole
 from fse_convert.sidecar.manifest import ConfigEdit

@@ -12,8 +12,8 @@ from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source
 from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, answer
-from fse_convert.servers.sharding import unserved
 from fse_convert.servers.targets import CONTRACT
+from fse_convert.servers.tensor_parallel import unserved
 from fse_convert.servers.verdict import Outcome
 
 DRAFTER = {

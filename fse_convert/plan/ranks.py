@@ -11,8 +11,8 @@ from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.costs import padding
 from fse_convert.plan.plan import Options, grows_apart
 from fse_convert.plan.width_rounding import needed_widths, stored_widths
-from fse_convert.servers.sharding import ENGINES, Load, Slices, slices
 from fse_convert.servers.subject import Subject
+from fse_convert.servers.tensor_parallel import ENGINES, Load, Slices, slices
 
 SAID = {
     Load.UNSERVED: "does not serve this model in FP8 at any width:",

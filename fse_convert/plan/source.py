@@ -19,7 +19,7 @@ from fse_convert.model.describe import describe
 from fse_convert.model.description import Description
 from fse_convert.model.families.find import FAMILIES
 from fse_convert.model.quantization import Quantization, read_quantization
-from fse_convert.servers.scales import UNREAD, Scales, routed_f32_scales, shared_f32_scales
+from fse_convert.servers.f32_scales import UNREAD, Scales, routed_f32_scales, shared_f32_scales
 from fse_convert.servers.subject import Subject
 
 FAMILY_NAMES = tuple(dict.fromkeys(family.name for family in FAMILIES))

@@ -12,9 +12,9 @@ from fse_convert.model.formats import Format
 from fse_convert.model.moe import Role
 from fse_convert.plan.plan import Options
 from fse_convert.servers.native import LaunchWidths
-from fse_convert.servers.sharding import ENGINES, Multiples, rank_multiples
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import CONTRACTS, Target, find_target, width_multiple
+from fse_convert.servers.tensor_parallel import ENGINES, Multiples, rank_multiples
 
 
 def stored_widths(description: Description) -> LaunchWidths:

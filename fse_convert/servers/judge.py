@@ -15,10 +15,10 @@ from fse_convert.errors import Problem
 from fse_convert.model.consistency import unstated
 from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
+from fse_convert.servers.f32_scales import with_scales
 from fse_convert.servers.hazards import with_hazards
 from fse_convert.servers.naming import find_named
 from fse_convert.servers.native import LaunchWidths, config_verdict, kernel_verdict, native_verdict
-from fse_convert.servers.scales import with_scales
 from fse_convert.servers.slots import SLOT_KINDS, SLOT_TARGETS, SlotTarget, slot_needs, slot_notes, slot_verdicts
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import TARGETS, Target

@@ -11,7 +11,7 @@ from typing import Any
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.model.description import Description
 from fse_convert.model.quantization import Quantization
-from fse_convert.servers.scales import UNREAD, Scales
+from fse_convert.servers.f32_scales import UNREAD, Scales
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from fse_convert.errors import EnvironmentFailure
 from fse_convert.output.copying import Link
 from fse_convert.output.parts import Part
 from fse_convert.plan.plan import Options
+from fse_convert.servers.f32_scales import Scales, shared_f32_scales
 from fse_convert.servers.judge import judge
-from fse_convert.servers.scales import Scales, shared_f32_scales
 from fse_convert.servers.targets import find_target
 from fse_convert.testing.memory import Model
 from fse_convert.testing.patch import ShardPatch, drop, edit_config, find, rename

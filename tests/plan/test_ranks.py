@@ -11,7 +11,7 @@ import pytest
 
 from fse_convert.errors import size
 from fse_convert.plan.ranks import Ranks, ranks
-from fse_convert.servers.sharding import ENGINES, Load
+from fse_convert.servers.tensor_parallel import ENGINES, Load
 from fse_convert.testing.memory import PROJ, Tensors, W, expert, plans_of, subject_of
 
 Made = Callable[..., Path]

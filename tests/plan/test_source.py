@@ -93,7 +93,7 @@ def test_the_gate_sees_shared_scales_without_torch(source: Made) -> None:
 
 def test_unread_scales_are_an_objection(source: Made, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     from fse_convert import inspection
-    from fse_convert.servers.scales import UNREAD
+    from fse_convert.servers.f32_scales import UNREAD
 
     monkeypatch.setattr(inspection, "_scales", lambda *_, **__: UNREAD)
     code, _, err = run("inspect", source("v4-flash-base"), "--require", "megamoe-128")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from fse_convert.servers.f32_scales import Scales
 from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, judge, whole
-from fse_convert.servers.scales import Scales
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
 from fse_convert.testing.memory import PROJ, Model, Tensors, expert, subject_of

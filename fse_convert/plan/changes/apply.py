@@ -10,7 +10,7 @@ from fse_convert.checkpoint.reader import Shard
 from fse_convert.plan.changes.change import FormatChange, changed_config
 from fse_convert.plan.source import Source, describe_source
 from fse_convert.plan.tensors import Copied, OutputTensor, Recoded, TensorSpec, placed
-from fse_convert.servers.scales import Scales
+from fse_convert.servers.f32_scales import Scales
 
 
 def with_changes(source: Source, changes: Sequence[FormatChange]) -> Source:

@@ -9,6 +9,8 @@ from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.formats import PLAIN_WEIGHTS, StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.changes.change import ConfigChange, FormatChange
+from fse_convert.plan.changes.config_places import name_list, quark_section
+from fse_convert.plan.changes.module_patterns import is_pattern, means, names_exactly, with_plain_gates, without
 from fse_convert.plan.changes.modules import (
     Tensors,
     every_matrix,
@@ -18,8 +20,6 @@ from fse_convert.plan.changes.modules import (
     relabelled,
     unquantised,
 )
-from fse_convert.plan.changes.names import is_pattern, means, names_exactly, with_plain_gates, without
-from fse_convert.plan.changes.places import name_list, quark_section
 from fse_convert.plan.changes.quark import decoder_layers, twin
 from fse_convert.servers.aiter.vllm_config import is_mxfp4
 from fse_convert.servers.sglang_quark import is_fp4, specs

@@ -7,8 +7,8 @@ from fse_convert.layout.sizes import GROUP, ceil_div
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.quantization import FP8_METHODS
 from fse_convert.plan.changes.change import FormatChange, Result
+from fse_convert.plan.changes.config_places import EXPERT_DTYPE, expert_dtype_edits
 from fse_convert.plan.changes.modules import Matrix, Tensors, f32_scales, matrices, stored_alike
-from fse_convert.plan.changes.places import EXPERT_DTYPE, expert_dtype_edits
 from fse_convert.plan.tensors import Recoded, Rule, TensorSpec
 from fse_convert.servers.subject import Subject
 

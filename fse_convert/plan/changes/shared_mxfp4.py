@@ -17,9 +17,9 @@ from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import FP8_METHODS
 from fse_convert.plan.changes.change import ConfigChange, FormatChange, Result
+from fse_convert.plan.changes.config_places import name_list, quark_section
+from fse_convert.plan.changes.module_patterns import means, with_plain_gates, without
 from fse_convert.plan.changes.modules import Matrix, Tensors, experts_module, is_all, linears, matrices, unquantised
-from fse_convert.plan.changes.names import means, with_plain_gates, without
-from fse_convert.plan.changes.places import name_list, quark_section
 from fse_convert.plan.changes.quark import quark_config, quark_obstacle, quark_tensors
 from fse_convert.plan.tensors import Recoded, Rule, TensorSpec
 from fse_convert.servers.aiter.vllm_config import is_mxfp4

@@ -15,7 +15,7 @@ from fse_convert.report.console import gathered
 from fse_convert.report.inspection.view import View
 from fse_convert.report.records import ExpertsRecord, ReasonRecord, Record, Response, fill
 from fse_convert.servers.judge import Answer, Question
-from fse_convert.servers.sharding import Load
+from fse_convert.servers.tensor_parallel import Load
 from fse_convert.servers.verdict import Outcome
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fse_convert.servers.scales import f32_scales
+from fse_convert.servers.f32_scales import f32_scales
 from fse_convert.testing.memory import description_of
 from tests.model.test_stacked import headers
 from tests.stacked import CASES, Case

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fse_convert.layout.sizes import round_up
-from fse_convert.servers.sharding import ENGINES, Load, Slices, rank_multiples, slices
 from fse_convert.servers.subject import Subject
+from fse_convert.servers.tensor_parallel import ENGINES, Load, Slices, rank_multiples, slices
 from fse_convert.testing.memory import PROJ, Tensors, expert, subject_of
 
 HIDDEN = 512

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fse_convert.plan.changes.names import GATES, means, names_exactly, with_plain_gates, without
+from fse_convert.plan.changes.module_patterns import GATES, means, names_exactly, with_plain_gates, without
 
 GATE = "model.language_model.layers.3.mlp.shared_expert.gate_proj"
 DOWN = "model.layers.1.mlp.shared_experts.down_proj"
