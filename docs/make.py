@@ -47,7 +47,7 @@ What `--target`, `inspect --target` and `--require` know, each row with the rele
 This file is made from the program's own data by `make docs`; edit the rows in `fse_convert/servers/`, not this file.
 """
 
-FAMILY_COLUMNS = ("family", "`model_type`", "experts", "config keys of widths", "padded", "paths that fuse", "run by", "read in")
+FAMILY_COLUMNS = ("family", "`model_type`", "experts", "config keys of widths", "padded", "paths that fuse", "judged by", "read in")
 FAMILIES_HEAD = """# Model families
 
 How each family names its experts, which keys of config.json loaders build them from (padding edits every one that is there), and
@@ -58,9 +58,10 @@ Where a row names such tensors alone, its releases are stored so; a checkpoint t
 same.
 
 *padded*: what `--tp N` decides for a small model of the family. *paths that fuse*: servers whose code for these model types can
-fuse shared experts; whether it does, `inspect` says of a checkpoint. *run by*: that loader has built the model from the source and
-from the padded output, and both gave equal logits (`tests/test_transformers.py`). Everything else in a row was *read in* the files
-named last. A model type that is not listed, but named in the same way, is converted with `--family NAME`.
+fuse shared experts; whether it does, `inspect` says of a checkpoint. *judged by*: where a loader was run, it has built the model
+from the source and from the padded output, and both gave equal logits (`tests/test_transformers.py`). Everything else in a row was
+*read in* the files named last. How vLLM and SGLang cut padded experts for their ranks is run for every format, whatever the family
+(`tests/peers`). A model type that is not listed, but named in the same way, is converted with `--family NAME`.
 This file is made from the program's own data by `make docs`; edit the rows in `fse_convert/model/`, not this file.
 """
 
@@ -110,7 +111,6 @@ def _family(family: Family) -> tuple[str, ...]:
     alone = "" if family in STACKED_ONLY else f"`{family.example}.experts.E.{{{','.join(family.routed_names)}}}`"
     routed = ", or ".join(filter(None, (alone, _stacks(family, "" if alone else f"{family.example}."))))
     shared = f"`{family.shared}.{{{','.join((*(s.name for s in family.fused), *family.shared_names))}}}`" if family.shared else ""
-    run = [f"`{t}`" for t in family.model_types if t in RUN]
     keys = [f"`{w.key}` ({w.share.value})" for w in family.widths]
     keys += [f"`{w.key}` also read as that of {w.share.value}" for w in family.readings]
     return (
@@ -120,7 +120,7 @@ def _family(family: Family) -> tuple[str, ...]:
         ", ".join(keys),
         _padding(family),
         "; ".join(_paths(family)),
-        f"transformers 5.24: {', '.join(run)}" if run else "",
+        _judge(family),
         family.source,
     )
 
@@ -136,12 +136,19 @@ def _stacks(family: Family, block: str) -> str:
     return f"of all experts `{block}{{{','.join(s.name for s in family.stacked)}}}`, the first `[E, {shape}]`{turn}"
 
 
+def _judge(family: Family) -> str:
+    """Name the loader that judged the family's models, how, and why none was run."""
+    run = ", ".join(f"`{t}`" for t in family.model_types if t in RUN)
+    why = "padding is refused" if family.refused else "transformers 5.24 has no such model"
+    return f"transformers 5.24, run: {run}" if run else f"read: {why}"
+
+
 def _padding(family: Family) -> str:
     """Say whether a conversion of a small model of the family would pad it."""
     try:
         decided = decide(describe_source(checkpoint(*example_of(family))), Options(None, tp=512))
     except FseConvertError as e:
-        return f"no: `{e.problems[0].code}`"
+        return f"no: {e.problems[0].message} (`{e.problems[0].code}`)"
     return "yes" if decided.pads else "no"
 
 

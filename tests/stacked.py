@@ -173,10 +173,14 @@ def _biases(m: Matrices) -> list[Tensor]:
 
 
 DEEPSEEK = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": "WIDTH", "first_k_dense_replace": 0}
-STEP = {"moe_num_experts": EXPERTS, "moe_intermediate_size": "WIDTH", "share_expert_dim": "WIDTH"}
+STEP = {
+    "moe_num_experts": EXPERTS, "moe_intermediate_size": "WIDTH", "share_expert_dim": "WIDTH", "share_expert_dims": "WIDTH",
+}  # fmt: skip
 EITHER = {"num_local_experts": EXPERTS, "intermediate_size": "WIDTH"}
 MLP = "model.layers.{}.mlp"
 OF_MOE = tuple(PROJECTIONS)
+LLM, W13 = "model.llm.layers.{}.mlp", ("experts.w13_weight", "experts.w2_weight")
+INKLING = {"n_routed_experts": EXPERTS, "moe_intermediate_size": "WIDTH", "intermediate_size": "WIDTH"}
 CASES = (
     Case(
         "L1 Qwen3.5",
@@ -297,6 +301,18 @@ CASES = (
         padded=160,  # servers cut whole blocks of 32 by themselves wherever the ranks divide the width
         tp=5,
         config={**EITHER, "quantization_config": {"quant_method": "mxfp4"}},
+    ),
+    Case("L3 Inkling 2", "inkling2_text", LLM, interleaved, W13, config=INKLING),
+    Case(
+        "L3 MXFP8",
+        "inkling2_text",
+        LLM,
+        interleaved,
+        W13,
+        (FP8[0], Part("_scale", (1, 32), 127, torch.float8_e8m0fnu)),
+        width=96,
+        padded=128,
+        config={**INKLING, "quantization_config": {"quant_method": "mxfp8"}},
     ),
     Case("L3 BF16", "gpt_oss", MLP, interleaved_transposed, parts=(*BF16, MXFP4[2]), config=EITHER),
     Case("L4 BF16", "step3p5", "model.layers.{}.moe", apart, OF_MOE, with_weight(BF16), shared="LAYER.share_expert", config=STEP),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fse_convert.model.families.find import RUN
+from fse_convert.model.families.find import FAMILIES, RUN
 from fse_convert.testing.patch import poke
 
 pytestmark = pytest.mark.slow
@@ -38,8 +38,9 @@ COMMON: Config = {
 class Model:
     """A model type, keys of its own, and every key that must say the new width, with the number of experts it is wide.
 
-    ``options``: of a conversion that pads its experts to 512. ``original``: saved under the names of its releases, else under those
-    of its modules. ``transposed``: releases hold the experts' tensors so, which transformers reads, and does not write.
+    ``top``: keys beside those of the text model and of towers. ``options``: of a conversion that pads its experts to 512.
+    ``original``: saved under the names of its releases, else under those of its modules. ``transposed``: releases hold the experts'
+    tensors so, which transformers reads, and does not write. ``renamed``: a name that only it writes, and that of releases.
     """
 
     model_type: str
@@ -48,9 +49,11 @@ class Model:
     name: str = ""
     vision: Config = field(default_factory=dict)
     audio: Config = field(default_factory=dict)
+    top: Config = field(default_factory=dict)
     options: tuple[str, ...] = ("--allow-unfused",)
     original: bool = True
     transposed: bool = False
+    renamed: tuple[str, str] = ("", "")
 
 
 TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 512}
@@ -79,10 +82,23 @@ STACKED = (
     Model("minimax_m3_vl_text", {EITHER: 320, SHARED: 320}, {EITHER: 1, SHARED: 1}),
     Model(
         "qwen3_vl_moe",
-        {"hidden_size": 768, "head_dim": 128},  # as wide as hidden, transformers would take down as not transposed
+        {"hidden_size": 768, "head_dim": 128},
         vision={**TOWER, "out_hidden_size": 768},
         options=("--tp", "512"),
         transposed=True,
+    ),
+    Model(
+        "qwen3_vl_moe",
+        {"head_dim": 128},
+        {MOE: 2},  # 512 wide, as hidden is, transformers would take down for one that is not transposed
+        name="as wide as hidden",
+        vision=TOWER,
+        options=("--tp", "512"),
+        transposed=True,
+    ),
+    replace(
+        routed_only("inkling2", swa_num_attention_heads=4, swa_num_key_value_heads=4, unpadded_vocab_size=250),
+        vision={**TOWER_LAYERS, "projection_hidden_dim": 32, "text_hidden_size": 512},
     ),
     Model("mistral4"),
     routed_only("gemma4_text", enable_moe_block=True, top_k_experts=2, head_dim=64, global_head_dim=64),
@@ -100,8 +116,40 @@ STACKED = (
     ),
 )
 """Models with all routed experts of a layer in one tensor, or in one per projection."""
+SAM = {
+    "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "patch_size": 16,
+    "mlp_dim": 32, "window_size": 2, "global_attn_indexes": [0], "downsample_channels": [16, 32],
+}  # fmt: skip
+ENCODER = {**TOWER_LAYERS, "num_key_value_heads": 2, "image_size": 28, "patch_size": 14}
+TOWERS = (
+    Model(
+        "kimi_k25", vision={**TOWER_LAYERS, "pos_emb_height": 4, "pos_emb_width": 4}, top={"projection_hidden_size": 32},
+        renamed=("language_model.model.blocks", "language_model.model.layers"),
+    ),
+    Model("deepseek_ocr2", {"mlp_layer_types": TYPES}, vision={"sam_config": SAM, "encoder_config": {**ENCODER, "vocab_size": 32}}),
+    Model("unlimited_ocr", vision={"sam_config": SAM, "encoder_config": ENCODER}),
+    Model(
+        "nemotron_h_omni", {TOTAL: 640}, {MOE: 1, TOTAL: 2},
+        vision={**PIXTRAL, "image_size": 32, "max_img_size": 64, "video_temporal_patch_size": 2},
+        top={"projector_hidden_size": 32, "vision_hidden_size": 32},
+    ),
+    Model(
+        "dots3_note", {"shared_experts_intermediate_size": 320}, {MOE: 1, "shared_experts_intermediate_size": 1},
+        vision={
+            **TOWER_LAYERS, "moe_intermediate_size": 320, "num_local_experts": 4, "mlp_layer_types": ["sparse"],
+            "adapter_in_dim": 32, "adapter_out_dim": 512,
+        },
+        audio={**TOWER_LAYERS, "downsample_hidden_size": 16, "adapter_input_size": 32, "adapter_out_dim": 512},
+    ),
+    Model(
+        "hy_v4_vl", {"qk_rope_head_dim": 64, "index_head_dim": 64},
+        vision={**TOWER_LAYERS, "out_hidden_size": 512, "max_image_size": 64},
+    ),
+)  # fmt: skip
+"""Models with towers around the text model, which may have experts of their own."""
 MODELS = (
     *STACKED,
+    *TOWERS,
     Model("deepseek_v2"),
     Model("deepseek_v3"),
     Model("deepseek_v3", {"n_shared_experts": 2}, name="two shared"),
@@ -174,7 +222,7 @@ def config_of(model: Model) -> Any:
     known = cls().get_text_config()
     inner = {k: v for k, v in COMMON.items() if k in known.to_dict() or k in known.attribute_map} | model.own
     towers = {"vision_config": model.vision, "audio_config": model.audio}
-    return cls(text_config=inner, **{name: t for name, t in towers.items() if t}) if model.vision else cls(**inner)
+    return cls(text_config=inner, **{name: t for name, t in towers.items() if t}, **model.top) if model.vision else cls(**inner)
 
 
 def loader_of(config: Any) -> Any:
@@ -189,9 +237,11 @@ def save(model: Model, root: Path) -> None:
     for parameter in built.parameters():  # larger than the initial values, so that experts matter in the logits
         torch.nn.init.normal_(parameter, std=0.05)
     built.to(torch.bfloat16).save_pretrained(root, max_shard_size="5MB", save_original_format=model.original)
-    for path in root.glob("*.safetensors") if model.transposed else ():
-        stored = {n: t.transpose(1, 2).contiguous() if ".experts." in n else t for n, t in load_file(path).items()}
-        save_file(stored, path, metadata={"format": "pt"})
+    for path in root.glob("*.safetensors") if model.transposed or any(model.renamed) else ():
+        turned = model.transposed
+        stored = {n: t.transpose(1, 2).contiguous() if turned and ".experts." in n else t for n, t in load_file(path).items()}
+        save_file({n.replace(*model.renamed): t for n, t in stored.items()}, path, metadata={"format": "pt"})
+    (root / INDEX).write_text((root / INDEX).read_text().replace(*model.renamed))
 
 
 def logits(root: Path, dtype: torch.dtype) -> torch.Tensor:
@@ -233,6 +283,11 @@ def test_padded_model_gives_the_same_logits(model: Model, tmp_path: Path, run: R
 
 def test_the_table_of_families_names_what_is_run_here() -> None:
     assert {m.model_type for m in MODELS} == RUN
+
+
+def test_a_family_that_is_padded_is_run_wherever_transformers_has_a_model_of_it() -> None:
+    unrun = [f for f in FAMILIES if not (f.refused or RUN.intersection(f.model_types))]
+    assert [t for family in unrun for t in family.model_types if t in transformers.CONFIG_MAPPING] == []
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -63,8 +63,14 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization, named: str) ->
         layers=layers,
         conflicts=tuple(dict.fromkeys(found)),
         gaps=tuple(lacking),
-        outside=(*converted, *_strays(family, grouping)),
+        outside=(*converted, *_refusal(family), *_strays(family, grouping)),
     )
+
+
+def _refusal(family: Family) -> Iterator[Problem]:
+    if family.refused:
+        message, hint = family.refused
+        yield Problem("family-refused", message, "config.json", hint)
 
 
 def _strays(family: Family, grouping: Grouping) -> Iterator[Problem]:

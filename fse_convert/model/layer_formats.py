@@ -9,11 +9,11 @@ from dataclasses import replace
 from fse_convert.errors import Problem, some
 from fse_convert.model.consistency import INCOMPLETE
 from fse_convert.model.description import STACKED, ExpertGroup, LayerDescription, first_of
-from fse_convert.model.families.family import Family
-from fse_convert.model.formats import Format, FormatError, read_format
+from fse_convert.model.families.family import Family, Stack
+from fse_convert.model.formats import Format, FormatError, StorageKind, read_format
 from fse_convert.model.misfits import Formats, Misfits, Read
-from fse_convert.model.moe import Expert, MoELayer, Projection, Role
-from fse_convert.model.stacked import Slot, odd_biases, place, repeated, single, straddling
+from fse_convert.model.moe import Expert, LayerKind, MoELayer, Projection, Role
+from fse_convert.model.stacked import BIAS, Slot, odd_biases, place, repeated, single, straddling, unbiased
 
 NO_MATRIX = "adapters, biases, and projections fused into one matrix are not supported"
 TWO_NAMES = "find out which of them is right, and take the other out"
@@ -28,16 +28,21 @@ class LayerReader:
         self.family = family
         self.known: dict[tuple[object, ...], Formats] = {}
         self.understood: tuple[set[Role], set[Role]] = set(), set()
+        self.biased: tuple[set[tuple[LayerKind, Stack]], ...] = set(), set()
 
-    def describe(self, layers: Iterable[MoELayer]) -> tuple[LayerDescription, ...]:
+    def describe(self, layers: Sequence[MoELayer]) -> tuple[LayerDescription, ...]:
         """Describe layers, with every problem of every expert; equal problems of a layer are counted together.
 
-        All are read before any is described: what fits no format is damage where others like it do.
+        All are read before any is described: what fits no format is damage where others like it do, and so is a bias that is not
+        there where others have one.
         """
         read = [(m, self._read(self._routed(m)), self._read(self._shared(m))) for m in layers]
         for _, *groups in read:
             for understood, group in zip(self.understood, groups, strict=True):
                 understood.update(role for _, formats in group for role, f in formats.items() if isinstance(f, Format))
+        for m in layers:
+            for biased, slots in zip(self.biased, (self._slots(m), self._fused(m)), strict=True):
+                biased.update((m.kind, slot.stack) for slot in slots if slot.part == BIAS)
         return tuple(self._layer(*entry) for entry in read)
 
     def _layer(self, layer: MoELayer, routed: Read, shared: Read) -> LayerDescription:
@@ -69,6 +74,9 @@ class LayerReader:
         if missing:
             message = f"no routed expert {some(map(str, missing))}"
             problems.add(Problem("expert-missing", message, layer.name, INCOMPLETE))
+        for biased, slots in zip(self.biased, (self._slots(layer), self._fused(layer)), strict=True):
+            for slot in unbiased(slots, {stack for kind, stack in biased if kind is layer.kind}):
+                problems.add(Problem("bias-missing", "no bias of it, which other layers have", slot.info.name, INCOMPLETE))
         if self.family.gated and layer.shared and layer.gate_tensor is None:
             problems.add(Problem("gate-missing", "no gate of the shared expert", layer.shared.name, INCOMPLETE))
 
@@ -141,7 +149,7 @@ def _add_odd_stacks(layer: MoELayer, slots: Sequence[Slot], problems: _Problems)
     known = {slot.info.name for slot in slots}
     odd = [t for t in layer.stacked if t.name not in known or layer.routed]
     if odd:
-        message = f"routed experts in one {len(odd[0].shape)}-D tensor, {odd[0].dtype} {list(odd[0].shape)}"
+        message = f"experts in one {len(odd[0].shape)}-D tensor, {odd[0].dtype} {list(odd[0].shape)}"
         hint = "beside experts of their own" if layer.routed else "not in the layout that this family has"
         problems.add(Problem(STACKED, message, first_of(t.name for t in odd), hint))
     for slot in (s for s in slots if s.info.shape[0] != layer.count and not layer.routed):
@@ -191,16 +199,24 @@ def _whole(
         return None
     up, down = formats[Role.UP].shape, formats[Role.DOWN].shape
     if formats.get(Role.GATE, formats[Role.UP]).shape != up or down != up[::-1]:
-        *others, last = (f"{role.value} {list(f.shape)}" for role, f in formats.items())
-        message = f"{', '.join(others)} and {last} do not make one MLP"
+        message = f"{_listed(f'{role.value} {list(f.shape)}' for role, f in formats.items())} do not make one MLP"
         problems.add(Problem("expert-shape", message, expert.name, "is the checkpoint sharded by tensor parallelism?"))
+        return None
+    if len({f.weight_dtype for f in formats.values() if f.kind is StorageKind.PLAIN}) > 1:
+        stored = _listed(f"{role.value} {f.weight_dtype}" for role, f in formats.items())
+        problems.add(Problem("experts-differ", f"{stored}: an expert's matrices must be stored alike", expert.name))
         return None
     return formats
 
 
+def _listed(words: Iterable[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} and {last}"
+
+
 def _stored(formats: Mapping[Role, Format]) -> str:
     labels = dict.fromkeys(f.label for f in formats.values())
-    return f"{' / '.join(labels)}, {formats[Role.GATE].shape[0]} wide"
+    return f"{' / '.join(labels)}, {formats[Role.UP].shape[0]} wide"
 
 
 class _Problems:

@@ -176,3 +176,9 @@ def odd_biases(slots: Iterable[Slot], formats: Mapping[Role, Format]) -> Iterato
         rows = sum(formats[role].shape[0] for role in slot.stack.roles)
         if slot.part == BIAS and slot.info.shape[slot.leading :] != (rows,):
             yield slot, rows
+
+
+def unbiased(slots: Collection[Slot], biased: Collection[Stack]) -> Iterator[Slot]:
+    """Yield weights without a bias, of stacks that have one in other layers."""
+    own = {slot.stack for slot in slots if slot.part == BIAS}
+    return (slot for slot in slots if slot.part in WEIGHTS and slot.stack in biased and slot.stack not in own)

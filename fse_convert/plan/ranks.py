@@ -28,7 +28,7 @@ SAID = {
 class Ranks:
     """What servers make of a checkpoint's experts on ``tp`` ranks.
 
-    ``width`` and ``needed``: of one routed expert as it is, and the smallest at which every rank holds whole blocks. ``shared``:
+    ``width`` and ``needed``: of one routed expert as it is, and the smallest that all known loaders take as it is. ``shared``:
     that of a shared MLP with a width of its own, 0 where it follows the routed one. ``bytes``: by which padding to them grows the
     checkpoint. ``command``: does that; empty where nothing need be done, or a conversion would refuse.
     """
@@ -57,7 +57,7 @@ class Ranks:
             own = f", with a shared expert of {self.shared}," if self.shared else ""
             work = f"{size(self.bytes)} more on disk, {100 * (self.needed / self.width - 1):.0f} % more expert arithmetic"
             yield (
-                f"TP {self.tp}: {self.needed}{own} is the smallest width that all ranks hold in whole blocks: {work}.",
+                f"TP {self.tp}: {self.needed}{own} is the smallest width that all known loaders take as it is: {work}.",
                 self.command,
             )
 

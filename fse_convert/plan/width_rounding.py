@@ -30,9 +30,9 @@ def stored_widths(description: Description) -> LaunchWidths:
 def needed_widths(checkpoint: Subject, options: Options, stored: LaunchWidths) -> LaunchWidths:
     """Return the smallest widths that contract, server, scale blocks and tensor-parallel size accept, at least the source's.
 
-    A shared MLP of n routed widths keeps its n for a target, where no other config key has its width, and where n is the number of
-    shared experts: servers fuse experts of one width. Any other grows by itself: for a contract to a multiple of the routed width,
-    as the kernel runs it as so many experts.
+    A shared MLP of n routed widths keeps its n for a target, as servers fuse experts of one width, and where no other config key
+    has its width. Any other grows by itself: for a contract to a multiple of the routed width, as the kernel runs it as so many
+    experts. Routed experts never grow to a width at which a loader would take rows of a stack for columns.
     """
     multiples = Multiples() if options.tp == 1 else rank_multiples(checkpoint, options.tp, _engines(options))
     if options.contract and isinstance(options.target, Target):
@@ -43,23 +43,36 @@ def needed_widths(checkpoint: Subject, options: Options, stored: LaunchWidths) -
             for group in layer.groups:
                 granularity = lcm(granularity, *(_width_block(r, f) for r, f in group.formats.items()))
         multiples = Multiples(lcm(multiples.routed, multiple, granularity * options.tp), multiples.shared)
+    own = _own_keys(checkpoint)
+    if Share.ONE_SHARED in own:
+        multiples = Multiples(multiples.routed, lcm(multiples.shared, checkpoint.description.n_shared or 1))
     n_shared, rest = divmod(stored.shared, stored.routed)
-    if not rest and (options.target or n_shared == checkpoint.description.n_shared or not _own_key(checkpoint)):
-        routed = round_up(stored.routed, multiples.of_one(n_shared))
+    if not rest and (options.target or not own):
+        routed = _grown(checkpoint, stored.routed, multiples.of_one(n_shared))
         return LaunchWidths(routed, n_shared * routed)
-    routed = round_up(stored.routed, multiples.routed)
-    shared = lcm(multiples.shared, checkpoint.description.n_shared, routed if options.contract else 1)
-    return LaunchWidths(routed, round_up(stored.shared, shared))
+    routed = _grown(checkpoint, stored.routed, multiples.routed)
+    return LaunchWidths(routed, round_up(stored.shared, lcm(multiples.shared, routed if options.contract else 1)))
 
 
-def _own_key(checkpoint: Subject) -> bool:
-    """Tell whether the config has the shared width under a key of its own, and no loader takes a routed expert's for it."""
+def _grown(checkpoint: Subject, width: int, multiple: int) -> int:
+    """Return the next width of routed experts that is a multiple, and at which no loader mistakes a stack that it turns."""
+    family, layers = checkpoint.description.family, checkpoint.description.layers
+    stacks = [s for s in family.stacked if s.by_shape] if family and any(d.layer.stacked for d in layers) else []
+    turned = {d.routed.hidden / len(stack.roles) for stack in stacks for d in layers if d.routed}
+    grown = round_up(width, multiple)
+    while grown in turned - {width}:
+        grown += multiple
+    return grown
+
+
+def _own_keys(checkpoint: Subject) -> set[Share]:
+    """Tell whose width keys for shared experts alone state; empty too where a loader takes a routed expert's for it."""
     family = checkpoint.description.family
     if family is None:
-        return False
-    routed = {w.key for w in family.widths if w.share is Share.ROUTED}
-    own = {w.key for w in family.widths} - routed
-    return any(family.stated(checkpoint.config, *own)) and routed.isdisjoint(w.key for w in family.readings)
+        return set()
+    if any(r.key == w.key for r in family.readings for w in family.widths if w.share is Share.ROUTED):
+        return set()
+    return {w.share for w in family.widths if w.share is not Share.ROUTED and any(family.stated(checkpoint.config, w.key))}
 
 
 def _engines(options: Options) -> tuple[str, ...]:

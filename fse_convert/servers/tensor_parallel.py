@@ -142,16 +142,19 @@ class Multiples:
 def rank_multiples(checkpoint: Subject, tp: int, engines: Iterable[str] = ENGINES) -> Multiples:
     """Return the multiples at which all ranks of all servers hold whole blocks.
 
-    A server that pads by itself needs no more than a width that the ranks divide; of routed experts in whole blocks, where it cuts.
+    A server that pads shared experts by itself asks nothing of their width; one that cuts routed experts at whole blocks asks for
+    these, and that the ranks divide it.
     """
-    routed, of_shared = tp, tp
+    routed, of_shared = 1, 1
     for engine in engines:
         for group, shared in _groups(checkpoint):
             rule = _rule(checkpoint, engine, group, shared=shared)
             block = _multiple(group, rule, checkpoint.quantization)
             pads = rule is not None and rule.partial is Load.PADDED
-            multiple = lcm(tp, 1 if shared else block) if pads else tp * block
-            routed, of_shared = (routed, lcm(of_shared, multiple)) if shared else (lcm(routed, multiple), of_shared)
+            if shared:
+                of_shared = lcm(of_shared, 1 if pads else tp * block)
+            else:
+                routed = lcm(routed, tp, block) if pads else lcm(routed, tp * block)
     return Multiples(routed, of_shared)
 
 

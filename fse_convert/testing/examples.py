@@ -44,7 +44,7 @@ def _layer(family: Family, block: str) -> Tensors:
 
 def _suffix(stack: Stack) -> str:
     """Return what names of modules have and those of parameters lack."""
-    return "" if stack.name.startswith("experts.") and stack.name.endswith("_proj") else ".weight"
+    return "" if stack.name.startswith("experts.") and stack.name.endswith(("_proj", "_weight")) else ".weight"
 
 
 def _stored(stack: Stack) -> tuple[int, int]:

@@ -162,3 +162,28 @@ def test_numbers_by_hand(layout: str, tmp_path: Path, run: Run) -> None:
     code, _, err = run(root, out, "--tp", "4")
     assert code == 0, err
     assert same(load(out), tensors(model_type, padded)) == []
+
+
+@pytest.mark.parametrize("options", [("--routed", "fp8"), ("--shared", "mxfp4", "--lossy"), ("--heal",)])
+@pytest.mark.parametrize("name", ["L1 FP8", "L1 Granite", "L3 MXFP4", "L4 MXFP8"])
+def test_changes_of_format_are_refused_before_any_work(name: str, options: tuple[str, ...], tmp_path: Path, run: Run) -> None:
+    case = next(c for c in CASES if c.name == name)
+    root, out = tmp_path / "source", tmp_path / "out"
+    case.save(root)
+    for dry in ((), ("--dry-run",)):
+        code, _, err = run(root, out, *options, *dry)
+        assert code == 3
+        assert "error[changes-stacked]" in err
+        assert f"{case.blocks[0]}.{min(case.stacks)}" in err
+        assert "--tp N pads stacked experts as they are" in " ".join(err.split())
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+    assert run(root, out, "--tp", case.tp, "-q")[0] == 0, "the hint says so"
+
+
+def test_a_target_is_offered_no_change_of_stacked_experts(tmp_path: Path, run: Run) -> None:
+    case = next(c for c in CASES if c.name == "L1 FP8")
+    case.save(tmp_path / "source")
+    code, out, _ = run("inspect", tmp_path / "source", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["offers"], found["mends"]) == ([], [])

@@ -11,7 +11,7 @@ from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import Role
 from fse_convert.plan.costs import padding, stored
 from fse_convert.servers.native import LaunchWidths
-from fse_convert.testing.memory import Tensors, checkpoint, description_of, expert
+from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert
 from tests.stacked import CASES, EXPERTS, LAYERS, Case, headers
 
 
@@ -187,3 +187,81 @@ def test_a_bias_has_an_element_for_every_row_of_its_matrices(case: str, name: st
     found = described(case_named(case), edit)
     assert "expert-shape" in codes(found)
     assert any(p.where.endswith(name) for p in found.problems)
+
+
+@pytest.mark.parametrize("bias", ["gate_up_proj_bias", "down_proj_bias"])
+@pytest.mark.parametrize("name", ["L3 MXFP4", "L3 BF16"])
+def test_a_bias_that_other_layers_have_is_missing(name: str, bias: str) -> None:
+    found = described(case_named(name), lambda tensors: tensors.pop(f"{AT}{bias}"))
+    weight = bias.replace("bias", "blocks") if name == "L3 MXFP4" else bias.removesuffix("_bias")
+    assert [(p.code, p.where) for p in found.problems] == [("bias-missing", f"{AT}{weight}")]
+
+
+def test_stacked_experts_may_have_no_biases_at_all() -> None:
+    def edit(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.endswith("_bias")]:
+            del tensors[name]
+
+    assert described(case_named("L3 BF16"), edit).problems == ()
+
+
+@pytest.mark.parametrize("name", ["L1 Qwen3.5", "L1 MiniMax-M3", "L2 Llama 4", "L4 BF16", "L1 Granite"])
+@pytest.mark.parametrize("whose", ["routed", "shared"])
+def test_the_matrices_of_an_expert_are_floats_of_one_kind(name: str, whose: str) -> None:
+    case = case_named(name)
+    at = case.blocks[0] if whose == "routed" else case.shared.replace("BLOCK", case.blocks[0]).replace("LAYER", "model.layers.0")
+    stacks = case.stacks if whose == "routed" else (case.fused or ("gate_proj", "up_proj", "down_proj"))
+
+    def edit(tensors: Tensors) -> None:
+        (down,) = [n for n in tensors if n in (f"{at}.{stacks[-1]}", f"{at}.{stacks[-1]}.weight")]
+        tensors[down] = "F32", tensors[down][1]
+
+    (problem,) = described(case, edit).problems
+    assert (problem.code, problem.where) == ("experts-differ", at)
+    assert problem.message == "gate BF16, up BF16 and down F32: an expert's matrices must be stored alike"
+
+
+ONE_EACH = list({case.model_type: case for case in sorted(CASES, key=lambda c: c.parts[0].dtype.itemsize)}.values())
+"""A case in BF16, where there is one, of every model type."""
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=lambda c: c.model_type)
+def test_experts_that_are_stored_by_themselves_are_read_all_the_same(case: Case) -> None:
+    names = W if case.model_type == "minimax_m3_text" else PROJ
+
+    def edit(tensors: Tensors) -> None:
+        for block in case.blocks:
+            for name in [n for n in tensors if n.startswith(tuple(f"{block}.{stack}" for stack in case.stacks))]:
+                del tensors[name]
+            for e in range(EXPERTS):
+                tensors |= expert(f"{block}.experts.{e}", "bf16", case.width, case.hidden, names)
+
+    found = described(case, edit, quantization_config=None)
+    assert [p for p in found.problems if "experts." in p.where or "routed" in p.message] == []
+    assert {(len(d.layer.routed), d.routed and d.routed.width) for d in found.layers} == {(EXPERTS, case.width)}
+
+
+STEPPED = ("qwen3_5_moe_text", "qwen3_vl_moe_text")
+DENSE: dict[str, dict[str, Any]] = {
+    **{name: {"mlp_only_layers": [0], "decoder_sparse_step": 2} for name in STEPPED},
+    **{name: {"moe_layer_freq": [0, 1]} for name in ("hy_v4", "minimax_m3_text")},
+}
+"""Keys that say, each by itself, that layer 0 has no experts."""
+UNSAID = {"llama4_text", "step3p5", "step3p7"}
+"""Model types in which no key but ``mlp_layer_types`` says which layers have experts."""
+
+
+@pytest.mark.parametrize("case", ONE_EACH, ids=lambda c: c.model_type)
+def test_the_keys_that_say_which_layers_have_experts(case: Case) -> None:
+    def told(**config: Any) -> list[str]:
+        def edit(tensors: Tensors) -> None:
+            for name in [n for n in tensors if n.startswith(("model.layers.0.", "model.llm.layers.0."))]:
+                del tensors[name]
+
+        return [p.code for p in described(case, edit, **{"first_k_dense_replace": 0, **config}).gaps]
+
+    assert told() == ([] if case.model_type in UNSAID else ["layers-missing"])
+    for key, value in DENSE.get(case.model_type, {}).items():
+        assert told(**{key: value}) == [], key
+    for word, codes_told in (("dense", []), ("sparse", ["layers-missing"])):
+        assert told(mlp_layer_types=[word, "sparse"]) == codes_told

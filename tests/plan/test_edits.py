@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from fse_convert.plan.source import describe_source
 from fse_convert.servers.targets import find_target
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, expert
 from fse_convert.verification.expected import ExpectedOutput
+from tests.stacked import CASES, Case, headers
 
 HIDDEN, WIDTH, WIDER = 512, 384, 512
 Config = dict[str, Any]
@@ -185,6 +186,33 @@ def test_every_key_that_a_loader_reads_says_the_new_width_and_no_other_key_chang
     assert again == list(decision.config_edits), "the proof expects the same"
 
 
+TIED = {"bailing_hybrid", "sarvam_moe", "minimax_m3", "hunyuan_v1_moe"}
+"""Models of which some loader takes a routed expert's key for the shared width."""
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if m.shared], ids=lambda m: f"{m.model_type} {m.n_shared}")
+def test_each_key_says_the_width_of_those_that_are_built_from_it(model: Model) -> None:
+    """FP8 routed experts must be 512 wide on 4 ranks, BF16 shared ones need not grow."""
+    fp8: Tensors = {}
+    for block, e in product(("0", "1"), range(2)):
+        fp8 |= expert(f"{model.block.format(block)}.experts.{e}", "fp8-128-f32", WIDTH, HIDDEN, model.routed)
+    config = placed(model, {**model.config, **model.stated(WIDTH)}, "flat")
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    made = plan(config, {n: info for n, info in model.tensors().items() if ".experts." not in n} | fp8, Options(None, tp=4))
+    own = () if model.model_type in TIED else [key for key in model.keys if "share" in key]
+    new = {key: times * (WIDTH if key in own else WIDER) for key, times in model.keys.items()}
+    assert edited(config, made) == {**config, **new}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_key_of_a_model_with_stacked_experts_says_the_new_width(case: Case) -> None:
+    config = case.config_of(case.width)
+    made = plan(config, headers(case, case.width), Options(None, tp=case.tp))
+    assert edited(config, made) == case.config_of(case.padded)
+    for key in (k for k, v in case.config.items() if v == "WIDTH"):
+        assert "config-width" in {p.code for p in refused({**config, key: 7}, headers(case, case.width), Options(None, tp=case.tp))}
+
+
 @pytest.mark.parametrize("model", [m for m in MODELS if len(m.keys) > 1], ids=lambda m: f"{m.model_type} {m.n_shared}")
 def test_a_name_of_the_width_that_says_another_one_is_refused_whichever_it_is(model: Model) -> None:
     for key, times in model.keys.items():
@@ -198,7 +226,7 @@ def test_a_name_of_the_width_that_says_another_one_is_refused_whichever_it_is(mo
 
 def test_the_keys_of_every_family_that_is_padded_are_tried() -> None:
     """Those above and no others: a row that loses, gains or misnames one fails here, and in the tests that edit them."""
-    padded = [f for f in FAMILIES if not f.stacked and f.name != "Inkling"]  # whose experts are interleaved in one tensor
+    padded = [f for f in FAMILIES if not (f.stacked or f.refused)]
     tried: dict[str, set[str]] = {}
     for model in MODELS:
         family = find_family({"model_type": model.model_type})

@@ -47,7 +47,7 @@ def lines(found: Ranks | None) -> list[tuple[str, str]]:
 def test_a_width_that_no_server_cuts_into_whole_blocks() -> None:
     matrix = 512 * HIDDEN + 4 * 4 * 4  # 512 channels more: E4M3, and an F32 scale per 128x128
     finer = "TP 8: vLLM makes scale blocks finer while loading, which only some of its kernels take, for routed experts"
-    smallest = "TP 8: 2048 is the smallest width that all ranks hold in whole blocks"
+    smallest = "TP 8: 2048 is the smallest width that all known loaders take as it is"
     assert lines(minimax("fp8-128-f32", 1536, quantization_config=FP8)) == [
         (
             f"{finer}, 192 wide per rank, not whole blocks of 128.",
@@ -133,7 +133,7 @@ def test_inspect_prints_the_answer_and_its_record_has_it(made: Made, run: Run) -
     assert code == 0
     assert "there is nothing to fuse" in flat
     assert "No change of format" not in flat
-    assert "TP 8: 1024 is the smallest width that all ranks hold in whole blocks: 4.5 MiB more on disk, 167 % more" in flat
+    assert "TP 8: 1024 is the smallest width that all known loaders take as it is: 4.5 MiB more on disk, 167 % more" in flat
     record = json.loads(run("inspect", root, "--tp", 8, "--json")[1])["ranks"]
     assert record == {
         "tp": 8,

@@ -142,7 +142,9 @@ def laguna(routed: str, shared: str, widths: tuple[int, int], **config: Any) -> 
         (laguna("fp8-128-f32", "bf16", (768, 1280), quantization_config=FP8), 4, (1024, 1280)),
         (laguna("bf16", "fp8-128-f32", (768, 1280), quantization_config=FP8), 4, (768, 1536)),
         (laguna("bf16", "fp8-128-f32", (768, 1536), quantization_config=FP8), 8, (768, 2048)),
-        (laguna("fp8-128-f32", "bf16", (768, 768), quantization_config=FP8), 4, (1024, 1024)),  # as wide as a routed one, so fused
+        (laguna("fp8-128-f32", "bf16", (768, 768), quantization_config=FP8), 4, (1024, 768)),
+        (laguna("bf16", "fp8-128-f32", (768, 768), quantization_config=FP8), 4, (768, 1024)),
+        (laguna("fp8-128-f32", "fp8-128-f32", (768, 768), quantization_config=FP8), 4, (1024, 1024)),
         (laguna("fp8-128-f32", "fp8-128-f32", (1408, 5632), quantization_config=FP8), 8, (2048, 6144)),  # Qwen2-57B-A14B's ratio
     ],
 )

@@ -51,13 +51,15 @@ class Stack:
     """A tensor that holds projections of all experts of a layer, by its name below the block: ``[E, N, K]``.
 
     ``roles``: one projection, or gate and up, N / 2 rows each, one after the other or ``interleaved``. ``transposed``: stored as
-    ``[E, K, N]``. The layout is the family's and never told from a shape: 2 x width may be the hidden size.
+    ``[E, K, N]``. The layout is the family's and never told from a shape: 2 x width may be the hidden size. ``by_shape``: a loader
+    does tell it so, and takes a square matrix for one that is not transposed.
     """
 
     name: str
     roles: tuple[Role, ...]
     transposed: bool = False
     interleaved: bool = False
+    by_shape: bool = field(default=False, compare=False)
 
 
 GATE_UP = (Role.GATE, Role.UP)
@@ -146,6 +148,7 @@ class Family:
     * ``gated``: a gate of its own scales the shared expert's output.
     * ``sparse``: which layers have experts; None where that is not known.
     * ``mtp_routed_key``: the number of routed experts of MTP layers, where it has a key of its own.
+    * ``refused``: why experts are not padded, and what to do instead.
     """
 
     name: str
@@ -171,6 +174,7 @@ class Family:
     gated: bool = False
     sparse: Sparse | None = DENSE_PREFIX
     mtp_routed_key: str | None = None
+    refused: tuple[str, str] | None = None
 
     @property
     def example(self) -> str:

@@ -137,16 +137,6 @@ ROUTED_ONLY: tuple[Family, ...] = (
     ),
     replace(
         QWEN3_MOE,
-        name="Inkling",
-        model_types=("inkling_model", "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
-        # Its shared "sink" experts have weights from the router, so no server can run them as one more expert of weight 1.
-        source="vLLM 0.33 models/inkling/nvidia/moe.py:6-17, 280-309, 421-470, configs.py:85-96; transformers 5.24 inkling",
-        layers=r"model\.llm\.layers",
-        n_routed_keys=("n_routed_experts",),
-        sparse=None,
-    ),
-    replace(
-        QWEN3_MOE,
         name="Jamba",
         model_types=("jamba",),
         source="vLLM 0.33 model_executor/models/jamba.py; transformers 5.24 jamba (dense layers have the same width)",

@@ -53,6 +53,20 @@ GRANITE_SHARED = replace(
     fused=(Stack("input_linear", GATE_UP),),
 )
 
+INKLING_2 = Family(
+    name="Inkling 2",
+    model_types=("inkling2", "inkling2_text"),
+    source="transformers 5.24 inkling2:757-767, conversion_mapping.py:359-375 (intermediate_size is another name of the width)",
+    layers=r"model\.llm\.layers",
+    shared="",
+    widths=(MOE, Width("intermediate_size")),
+    n_routed_keys=("n_routed_experts", "num_local_experts"),
+    n_shared_keys=(),
+    stacked=(Stack("experts.w13_weight", GATE_UP, interleaved=True), Stack("experts.w2_weight", (Role.DOWN,))),
+    mtp_key=None,
+    sparse=EVERY_LAYER,
+)
+
 STACKED_ONLY: tuple[Family, ...] = (
     GRANITE,
     GRANITE_SHARED,
@@ -78,13 +92,25 @@ STACKED_ONLY: tuple[Family, ...] = (
     Family(
         name="Qwen3-VL-MoE",
         model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
-        source="vLLM 0.33 model_executor/models/qwen3_vl_moe.py:76; transformers 5.24 conversion_mapping.py:1450-1461",
+        source="vLLM 0.33 model_executor/models/qwen3_vl_moe.py:76; transformers 5.24 conversion_mapping.py:1450-1461,"
+        " core_model_loading.py:372-377 (turns what is not square)",
         shared="",
         n_routed_keys=("num_experts", "num_local_experts"),
         n_shared_keys=(),
-        stacked=TRANSPOSED,
+        stacked=tuple(replace(stack, by_shape=True) for stack in TRANSPOSED),
         mtp_key=None,
         sparse=STEPPED,
+    ),
+    INKLING_2,
+    replace(
+        INKLING_2,
+        name="Inkling",
+        model_types=("inkling_model", "inkling_mm_model", "inkling_text"),
+        source="vLLM 0.33 models/inkling/nvidia/moe.py:6-17, 280-309, 421-470, configs.py:85-96; transformers 5.24 inkling",
+        refused=(
+            "Inkling's shared experts have weights from the router and stand in one tensor, which is neither padded nor fused",
+            "serve it as it is, on a number of ranks that its width is a multiple of",
+        ),
     ),
     Family(
         name="Llama 4",

@@ -71,6 +71,18 @@ LING = Family(
 )
 NUMBERED = replace(DEEPSEEK_V3, n_routed_keys=("num_experts",), n_shared_keys=("num_shared_experts",))
 
+ERNIE = Family(
+    name="Ernie-4.5",
+    model_types=("ernie4_5_moe",),
+    source="vLLM 0.33 model_executor/models/ernie45_moe.py:133-184, ernie_mtp.py:153-160; transformers 5.24 ernie4_5_moe",
+    mtp=r"model\.mtp_\w+",
+    n_routed_keys=("moe_num_experts",),
+    n_shared_keys=("moe_num_shared_experts",),
+    per_modality=True,
+    # transformers 5.24 ernie4_5_moe/modeling_ernie4_5_moe.py
+    sparse=Sparse(first="moe_layer_start_index", last="moe_layer_end_index", step="moe_layer_interval", ahead=1),
+)
+
 SHARED: tuple[Family, ...] = (
     DEEPSEEK_V4,
     replace(
@@ -169,17 +181,17 @@ SHARED: tuple[Family, ...] = (
         source="vLLM 0.33 model_executor/models/alice_ai.py:208-289, 352",
         sparse=EVERY_LAYER,
     ),
-    Family(
-        name="Ernie-4.5",
-        model_types=("ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
-        source="vLLM 0.33 model_executor/models/ernie45_moe.py:133-184, ernie_mtp.py:153-160;"
+    ERNIE,
+    replace(
+        ERNIE,
+        name="Ernie-4.5-VL",
+        model_types=("ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+        refused=(
+            "the experts of Ernie-4.5-VL are two pools, for text and for vision, each with a width of its own",
+            "serve it as it is, on a number of ranks that both widths are multiples of",
+        ),
+        source="vLLM 0.33 model_executor/models/ernie45_vl_moe.py:237-306; SGLang 0.5.23 models/ernie45_moe_vl.py:222-266;"
         " transformers 5.24 ernie4_5_vl_moe (list-valued widths)",
-        mtp=r"model\.mtp_\w+",
-        n_routed_keys=("moe_num_experts",),
-        n_shared_keys=("moe_num_shared_experts",),
-        per_modality=True,
-        # transformers 5.24 ernie4_5_moe/modeling_ernie4_5_moe.py
-        sparse=Sparse(first="moe_layer_start_index", last="moe_layer_end_index", step="moe_layer_interval", ahead=1),
     ),
     Family(
         name="Hunyuan",

@@ -26,6 +26,7 @@ RECODINGS: Mapping[str, Callable[[Subject], Result]] = {"routed_fp8": routed_fp8
 """Changes that a user can ask for, by the field of `Options`; the lossless one first."""
 HEAL = "heal-"
 """How the names of mends begin."""
+UNSTACK = "have the model written again with every expert by itself; --tp N pads stacked experts as they are"
 
 
 class Misfit(IntEnum):
@@ -58,9 +59,16 @@ class Candidates:
         return self.made[names]
 
     @cached_property
+    def stacked(self) -> Problem | None:
+        """Why no change of format can be made: a tensor holds all routed experts of a layer; None where none does."""
+        name = next((info.name for d in self.source.description.layers for info in d.layer.stacked), "")
+        message = "this tensor holds all routed experts of a layer; a format changes only where every expert has tensors of its own"
+        return Problem("changes-stacked", message, name, UNSTACK) if name else None
+
+    @cached_property
     def heals(self) -> Changes:
         """Every defect of config or headers that the headers prove, with its mend."""
-        return heals(self.source.subject)
+        return () if self.stacked else heals(self.source.subject)
 
     def recoding(self, name: str, healed: Changes) -> Result:
         """Return a recoding by its field of `Options`, or why it does not apply, where the config has been healed so."""
@@ -69,7 +77,7 @@ class Candidates:
             subject = self.source.subject
             for heal in healed:
                 subject = with_config(subject, heal)
-            self.recoded[key] = RECODINGS[name](subject)
+            self.recoded[key] = self.stacked or RECODINGS[name](subject)
         return self.recoded[key]
 
     def changes(self, names: Sequence[str], healed: Changes) -> Changes | None:
@@ -81,6 +89,8 @@ class Candidates:
     def asked(self, options: Options) -> list[str]:
         """Return the recodings that were asked for. Raises NotConvertible for one that does not apply, or may not be made."""
         names = [name for name in RECODINGS if getattr(options, name)]
+        if self.stacked and (names or options.heal):
+            raise NotConvertible(self.stacked)
         if len(names) > 1:
             message = "routed experts in FP8 and shared experts in MXFP4 fuse nowhere"
             raise NotConvertible(Problem("changes-combined", message, hint="choose one of --routed and --shared"))

@@ -158,7 +158,7 @@ class SliceRecord(Record):
 
 
 class RanksRecord(Record):
-    """What servers make of the experts on ``tp`` ranks; ``needed``: the smallest width that all hold in whole blocks."""
+    """What servers make of the experts on ``tp`` ranks; ``needed``: the smallest width that all known loaders take as it is."""
 
     tp: int
     slices: list[SliceRecord]

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
+from fse_convert.errors import InvalidCheckpoint
 from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
+from fse_convert.model.description import NOT_UNDERSTOOD
+from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import FAMILIES, find_family
 from fse_convert.model.moe import LayerKind, Role
-from fse_convert.servers.judge import judge
-from fse_convert.testing.memory import PROJ, Tensors, description_of, expert, subject_of
+from fse_convert.plan.decide import decide
+from fse_convert.plan.plan import Options
+from fse_convert.plan.source import describe_source
+from fse_convert.servers.judge import find_any, judge
+from fse_convert.testing.examples import example_of
+from fse_convert.testing.memory import PROJ, Tensors, checkpoint, description_of, expert, subject_of
 from tests.model.families.releases import (
     EXPERTS,
     HIDDEN,
@@ -179,8 +186,8 @@ def test_a_gated_familys_gate_must_be_there() -> None:
 
 def test_every_family_of_the_table_is_tried() -> None:
     stacked = [find_family({"model_type": case.model_type}) for case in CASES]
-    tried = {r.family for r in RELEASES} | {f.name for f in stacked if f} | {"Step-3", "Inkling", "Muse Spark", "Granite-MoE SWA"}
-    assert tried == {f.name for f in FAMILIES}
+    tried = {r.family for r in RELEASES} | {f.name for f in stacked if f} | {"Step-3", "Muse Spark", "Granite-MoE SWA"}
+    assert tried == {f.name for f in FAMILIES if not f.refused}
 
 
 def test_model_types_belong_to_one_family_each() -> None:
@@ -286,10 +293,35 @@ def test_inklings_sink_experts_are_no_shared_experts_that_could_fuse() -> None:
     about = subject_of(config, tensors)
     found = about.description
     assert [d.layer.name for d in found.layers] == [f"model.llm.layers.{i}.mlp" for i in range(LAYERS)]
-    assert {p.code for p in found.problems} == {"experts-stacked"}
-    assert found.outside == found.conflicts == ()
+    assert {p.code for p in found.problems} == {"experts-stacked", "family-refused"}
+    assert ([p.code for p in found.outside], found.conflicts) == (["family-refused"], ())
     assert (found.n_shared, {d.shared for d in found.layers}) == (0, {None})
     assert not any(answer.fused or v.fused for answer in judge(about) for v in answer.layers)
+
+
+def test_ernies_experts_for_vision_have_a_width_of_their_own() -> None:
+    """Half of the experts are of text, half of vision (vLLM 0.33 model_executor/models/ernie45_vl_moe.py:237-306)."""
+    tensors: Tensors = {}
+    for i, e in product(range(LAYERS), range(4)):
+        tensors |= expert(f"model.layers.{i}.mlp.experts.{e}", "bf16", WIDTH if e < 2 else WIDTH // 2, HIDDEN, PROJ)
+        tensors |= expert(f"model.layers.{i}.mlp.shared_experts", "bf16", 2 * WIDTH, HIDDEN, PROJ)
+    config = {"model_type": "ernie4_5_moe_vl", "num_hidden_layers": LAYERS, "hidden_size": HIDDEN}
+    config |= {"moe_num_experts": [2, 2], "moe_num_shared_experts": 2, "moe_intermediate_size": [WIDTH, WIDTH // 2]}
+    found = description_of(config, tensors)
+    assert {p.code for p in found.problems} == {"experts-differ", "family-refused"}
+    assert found.conflicts == ()
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.refused], ids=lambda f: f.name)
+def test_a_family_that_is_refused_says_why_and_what_to_do(family: Family) -> None:
+    source = describe_source(checkpoint(*example_of(family)))
+    (problem,) = source.description.problems
+    assert (problem.code, (problem.message, problem.hint)) == ("family-refused", family.refused)
+    assert "family-refused" in NOT_UNDERSTOOD
+    for options in (Options(None, tp=4), Options(find_any("megamoe-512"), allow_unfused=True)):
+        with pytest.raises(InvalidCheckpoint) as refused:
+            decide(source, options)
+        assert refused.value.problems == (problem,)
 
 
 def test_muse_sparks_experts_work_on_a_hidden_size_of_their_own() -> None:
@@ -322,12 +354,15 @@ def test_step3_has_a_shared_expert_beside_its_stacked_ones() -> None:
     assert [c.message.partition(" is ")[0] for c in found.conflicts] == ["text_config.share_expert_dim"]
 
 
+MOE, EITHER = "moe_intermediate_size", "intermediate_size"
 SIZED = {
-    "llama4_text": ("hidden_size", "num_hidden_layers", "intermediate_size", "num_local_experts"),
-    "step3p5": ("hidden_size", "num_hidden_layers", "moe_intermediate_size", "moe_num_experts"),
-    "step3_text": ("hidden_size", "num_hidden_layers", "moe_intermediate_size", "moe_num_experts"),
-    "inkling_text": ("hidden_size", "num_hidden_layers", "moe_intermediate_size", "n_routed_experts"),
-    "muse_spark_text": ("moe_hidden_size", "num_hidden_layers", "moe_intermediate_size", "num_local_experts"),
+    **dict.fromkeys(("llama4_text", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoe_swa"), (EITHER, "num_local_experts")),
+    **dict.fromkeys(("step3p5", "step3_text"), (MOE, "moe_num_experts")),
+    "inkling2_text": (MOE, "n_routed_experts"),
+    "inkling_text": (MOE, "num_local_experts"),
+    "qwen3_vl_moe_text": (MOE, "num_experts"),
+    "aria_text": (EITHER, "moe_num_experts"),
+    "muse_spark_text": (MOE, "num_local_experts"),
 }
 """Keys that size models whose experts are in one tensor."""
 
@@ -336,7 +371,8 @@ SIZED = {
 def test_a_model_of_stacked_experts_lacks_each_key_that_sizes_it(model_type: str) -> None:
     family = find_family({"model_type": model_type})
     assert family is not None
-    config = dict.fromkeys(SIZED[model_type], 4)
+    hidden = "moe_hidden_size" if model_type == "muse_spark_text" else "hidden_size"
+    config = dict.fromkeys((hidden, "num_hidden_layers", *SIZED[model_type]), 4)
     assert list(unstated(family, config, 0)) == []
     for key in config:
         (problem,) = unstated(family, {k: v for k, v in config.items() if k != key}, 0)
