@@ -16,7 +16,7 @@ BENCH ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test fast test-lowest lint format release-check peers gpu-check powercut nfs statemachine mutations fuzz docs bench clean
+.PHONY: help demo test fast test-lowest lint format release-check peers gpu-check powercut nfs statemachine mutations rows fuzz docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -94,6 +94,9 @@ statemachine: $(VENV)/dev ## commands in any order, killed anywhere, for MACHINE
 
 mutations: $(VENV)/dev ## more than 5,000 single changes of outputs of every kind of change, proved against the source
 	FSE_MUTATION_SEEDS=2 $(PYTEST) -n auto -rP tests/verification/test_mutations.py tests/verification/test_changed_mutations.py
+
+rows: $(VENV)/dev ## every key and name of every family's row taken out, misnamed or swapped: some test must see each
+	$(BIN)/python -m tests.model.families.mutants
 
 fuzz: $(VENV)/dev ## an hour of atheris over what is read: headers, checkpoints, commands, the serving loaders
 	$(BIN)/python -m pip install --quiet atheris

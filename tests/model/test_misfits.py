@@ -106,3 +106,12 @@ def test_projections_fused_into_one_matrix_are_not_called_missing(name: str) -> 
     found = description_of(model().full_config(), tensors | {f"{block}.{projection}.weight": ("BF16", (512, 512))})
     assert codes(found) == ["expert-unknown"]
     assert "fused" in found.problems[0].hint
+
+
+def test_experts_without_a_gate_may_differ_too() -> None:
+    tensors = {}
+    for e, width in enumerate((128, 256)):
+        tensors |= expert(f"backbone.layers.0.mixer.experts.{e}", "bf16", width, 512, ("", "up_proj", "down_proj"))
+    (problem,) = description_of({"model_type": "nemotron_h", "num_hidden_layers": 1}, tensors).problems
+    assert (problem.code, problem.where) == ("experts-differ", "backbone.layers.0.mixer.experts.1.up_proj")
+    assert problem.message.startswith("BF16, 256 wide, but backbone.layers.0.mixer.experts.0 is BF16, 128 wide")
