@@ -12,7 +12,17 @@ from fse_convert.model.moe import Role
 from fse_convert.plan.costs import padding, stored
 from fse_convert.servers.native import LaunchWidths
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert
-from tests.stacked import CASES, EXPERTS, LAYERS, Case, headers
+from tests.stacked import (
+    CASES,
+    EXPERTS,
+    LAYERS,
+    Case,
+    apart,
+    headers,
+    interleaved,
+    interleaved_transposed,
+    transposed,
+)
 
 
 def described(case: Case, edit: Callable[[Tensors], Any] = lambda _: None, **config: Any) -> Description:
@@ -54,6 +64,15 @@ def test_costs_are_those_of_the_headers(case: Case) -> None:
     of_shared = next((d.shared.width for d in found.layers if d.shared), 0)
     grown = padding(found, LaunchWidths(case.padded, of_shared // case.width * case.padded))
     assert grown.disk == sum(size(case.padded)) - routed - shared
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_each_half_of_a_stack_grows_at_its_own_end(case: Case) -> None:
+    (routed,) = {d.routed.stacked for d in described(case).layers[:1] if d.routed}
+    first = next(s for s in routed if s.module.endswith(case.stacks[0]) and s.part.startswith("weight"))
+    turned = case.form in (transposed, interleaved_transposed)
+    halves = 1 if case.form in (interleaved, interleaved_transposed, apart) else 2
+    assert (first.axis, first.parts, first.stretches) == (1 + turned, halves, EXPERTS * (case.hidden if turned else 1) * halves)
 
 
 def case_named(name: str) -> Case:

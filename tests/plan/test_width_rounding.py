@@ -190,3 +190,34 @@ def test_a_width_that_is_stated_per_shared_expert_stays_whole() -> None:
     assert [(e.key, e.new) for e in decision.config_edits if e.new != e.old] == []
     decision = decide(describe_source(checkpoint(config, tensors)), Options(None, tp=4))
     assert [(e.key, e.new) for e in decision.config_edits if e.new != e.old] == [("shared_experts_intermediate_size", 226)]
+
+
+def stacked(model_type: str, width: int) -> Source:
+    """One layer of two experts in two stacks, ``[E, H, 2 I]`` and ``[E, I, H]``."""
+    at = f"model.layers.0.{'feed_forward' if model_type == 'llama4_text' else 'mlp'}.experts"
+    tensors: Tensors = {
+        f"{at}.gate_up_proj": ("BF16", (2, HIDDEN, 2 * width)),
+        f"{at}.down_proj": ("BF16", (2, width, HIDDEN)),
+    }
+    config = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": HIDDEN, "num_local_experts": 2}
+    return describe_source(checkpoint(config | {"moe_intermediate_size": width, "intermediate_size": width}, tensors))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "width", "tp", "expected"),
+    [
+        ("qwen3_vl_moe_text", 200, 128, 384),  # 256: gate and up are as high as they are wide
+        ("qwen3_vl_moe_text", 400, 512, 1024),  # 512: down is
+        ("qwen3_vl_moe_text", 200, 256, 768),  # both in turn
+        ("qwen3_vl_moe_text", 256, 4, 256),  # it is so already
+        ("qwen3_vl_moe_text", 400, 64, 448),
+        ("llama4_text", 400, 512, 512),
+        ("gpt_oss", 200, 128, 256),
+    ],
+)
+def test_no_stack_becomes_square_where_a_loader_goes_by_its_shape(model_type: str, width: int, tp: int, expected: int) -> None:
+    """Transformers turns Qwen3-VL's stacks where their shapes differ from its own, and takes a square one as it is."""
+    source = stacked(model_type, width)
+    assert source.description.problems == ()
+    decision = decide(source, Options(None, tp=tp))
+    assert (decision.at_main.routed, decision.width) == (expected, expected)

@@ -1,8 +1,10 @@
 """Takes every key and every name of every family's row out, misnames it, or swaps it with another; a test must see each.
 
-    python -m tests.model.families.mutants [FAMILY ...]     one process each; prints those that no test sees
+    python -m tests.model.families.mutants [WORDS ...]     one process each; prints those that no test sees
 
-The tests are collected once. Of those with parameters a mutant meets the ones that are about a model of its row.
+WORDS: only those with one of them in their names, as they are printed.
+
+The tests are collected once. Of those whose parameters name model types a mutant meets the ones that name one of its row.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ TESTS = (
 )
 SLOW = "test_nested_or_flat_in_any_order_the_answer_is_the_same"
 """Judges every change by every server; it comes last."""
+TYPES = {t for family in FAMILIES for t in family.model_types}
 AT_ONCE = 2
 
 
@@ -51,7 +54,10 @@ class Mutant:
 
 
 def mutants(family: Family) -> Iterator[Mutant]:
-    """Yield every wrong row of a family."""
+    """Yield every wrong row of a family; one that is refused is read for its names alone."""
+    if family.refused:
+        yield Mutant(family, "not refused", "refused", None)
+        return
     for field, value, does in (*_widths(family), *_keys(family), *_names(family), *_sparse(family), *_stacks(family)):
         yield Mutant(family, does, field, value)
 
@@ -139,16 +145,15 @@ def _stacks(family: Family) -> Wrong:
         for i, stack in enumerate(stacks):
             others = stacks[:i], stacks[i + 1 :]
             yield field, (*others[0], *others[1]), f"{field} without {stack.name}"
-            for change, does in (
-                ({"name": f"{stack.name}_"}, "misnamed"),
-                ({"transposed": not stack.transposed}, "transposed or not"),
-                ({"interleaved": not stack.interleaved}, "interleaved or not"),
-            ):
-                if field == "fused" and "transposed" in change:
-                    continue  # of a matrix that is always [2 S, H]
-                if "interleaved" in change and len(stack.roles) == 1:
-                    continue  # there is nothing to interleave
-                yield field, (*others[0], replace(stack, **change), *others[1]), f"{field}: {stack.name} {does}"
+            wrong = {"misnamed": replace(stack, name=f"{stack.name}_")}
+            if len(stack.roles) > 1:
+                wrong["interleaved or not"] = replace(stack, interleaved=not stack.interleaved)
+            if field == "stacked":  # others are always [2 S, H]
+                wrong["transposed or not"] = replace(stack, transposed=not stack.transposed)
+            if stack.transposed:
+                wrong["by its shape or not"] = replace(stack, by_shape=not stack.by_shape)
+            for does, changed in wrong.items():
+                yield field, (*others[0], changed, *others[1]), f"{field}: {stack.name} {does}"
         if len(stacks) > 1:
             a, b = stacks[0], stacks[-1]
             swapped = (replace(a, name=b.name), *stacks[1:-1], replace(b, name=a.name))
@@ -193,7 +198,7 @@ def _seen(mutant: Mutant, items: list[pytest.Item]) -> int:
     vars(family).pop("pattern", None)
     object.__setattr__(family, mutant.field, mutant.value)
     about = sorted((item for item in items if _models(item) & set(words)), key=lambda item: item.name.startswith(SLOW))
-    ordered = [*about, *(item for item in items if not hasattr(item, "callspec"))]
+    ordered = [*about, *(item for item in items if not _models(item) & TYPES)]
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -212,8 +217,8 @@ def _models(item: pytest.Item) -> set[str]:
 
 def main(names: Iterable[str]) -> int:
     """Run the pass and say what no test sees."""
-    wanted = set(names)
-    chosen = [m for family in FAMILIES if not wanted or family.name in wanted for m in mutants(family)]
+    words = list(names)
+    chosen = [m for family in FAMILIES for m in mutants(family) if not words or any(word in m.name for word in words)]
     plugin = Pass(chosen)
     code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not peers", *TESTS], plugins=[plugin])
     sys.stdout.write(f"{len(chosen)} wrong rows, {len(plugin.survivors)} seen by no test\n")

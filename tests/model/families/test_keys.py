@@ -120,7 +120,7 @@ def test_a_shared_expert_stands_in_its_block_and_not_beside_it(release: Release)
 
 PREFIXED = [(0, "first_k_dense_replace", 1, 0), (1, "moe_layer_freq", 2, 1)]
 STEPS = [(0, "mlp_only_layers", [0], []), (0, "decoder_sparse_step", 2, 1)]
-FLAGS = [(0, "moe_layer_freq", [0, 1], [1, 1])]
+FLAGS = [(0, "moe_layer_freq", [0, 1], [1, 1]), (1, "moe_layer_freq", 2, 1)]
 FIRST = [(0, "num_dense_layers", 1, 0)]
 SPARSE_OF: dict[str, list[tuple[int, str, Any, Any]]] = {
     **dict.fromkeys(

@@ -377,3 +377,11 @@ def test_a_model_of_stacked_experts_lacks_each_key_that_sizes_it(model_type: str
     for key in config:
         (problem,) = unstated(family, {k: v for k, v in config.items() if k != key}, 0)
         assert key in problem.message.removeprefix("there is no ").split(" or ")
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "minimax_m3_vl"])
+def test_a_block_is_known_by_its_other_name_too(model_type: str) -> None:
+    release = next(r for r in RELEASES if r.model_type == model_type)
+    tensors = {name.replace("block_sparse_moe", "mlp"): info for name, info in tensors_of(release).items()}
+    found = description_of(config_of(release), tensors)
+    assert (found.problems, len(found.layers)) == ((), LAYERS + bool(release.mtp))
