@@ -176,6 +176,8 @@ DEEPSEEK = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediat
 STEP = {
     "moe_num_experts": EXPERTS, "moe_intermediate_size": "WIDTH", "share_expert_dim": "WIDTH", "share_expert_dims": "WIDTH",
 }  # fmt: skip
+MOE = {"num_experts": EXPERTS, "moe_intermediate_size": "WIDTH"}
+MUSE = {"num_local_experts": EXPERTS, "moe_intermediate_size": "WIDTH"}
 EITHER = {"num_local_experts": EXPERTS, "intermediate_size": "WIDTH"}
 MLP = "model.layers.{}.mlp"
 OF_MOE = tuple(PROJECTIONS)
@@ -341,6 +343,33 @@ CASES = (
         config={**STEP, **FP8_CONFIG},
     ),
 )
+
+
+ALIKE = (
+    Case("L1 Mistral 4", "mistral4", MLP, concatenated, shared="BLOCK.shared_experts", config=DEEPSEEK),
+    Case("L1 Gemma 4", "gemma4_text", "model.layers.{}", concatenated, config={**MOE, "expert_intermediate_size": "WIDTH"}),
+    Case("L1 Muse Spark", "muse_spark_text", MLP, concatenated, config={**MUSE, "moe_hidden_size": HIDDEN}),
+    Case(
+        "L1 Granite SWA",
+        "granitemoe_swa",
+        "model.layers.{}.block_sparse_moe",
+        concatenated,
+        shared="LAYER.shared_mlp",
+        fused=("input_linear", "output_linear"),
+        config={**EITHER, "shared_intermediate_size": "WIDTH"},
+    ),
+    Case(
+        "L4 Step-3",
+        "step3_text",
+        "model.layers.{}.moe",
+        apart,
+        OF_MOE,
+        with_weight(BF16),
+        shared="LAYER.share_expert",
+        config={k: v for k, v in STEP.items() if k != "share_expert_dims"},
+    ),
+)
+"""Other families whose releases are stored as some of these are."""
 
 
 DTYPES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float32": "F32", "uint8": "U8"}

@@ -13,6 +13,7 @@ from fse_convert.plan.costs import padding, stored
 from fse_convert.servers.native import LaunchWidths
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, description_of, expert
 from tests.stacked import (
+    ALIKE,
     CASES,
     EXPERTS,
     LAYERS,
@@ -35,7 +36,7 @@ def codes(found: Description) -> list[str]:
     return sorted({p.code for p in found.problems})
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *ALIKE], ids=lambda c: c.name)
 def test_every_layout_is_understood(case: Case) -> None:
     found = described(case)
     assert found.problems == found.conflicts == ()
@@ -66,7 +67,7 @@ def test_costs_are_those_of_the_headers(case: Case) -> None:
     assert grown.disk == sum(size(case.padded)) - routed - shared
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *ALIKE], ids=lambda c: c.name)
 def test_each_half_of_a_stack_grows_at_its_own_end(case: Case) -> None:
     (routed,) = {d.routed.stacked for d in described(case).layers[:1] if d.routed}
     first = next(s for s in routed if s.module.endswith(case.stacks[0]) and s.part.startswith("weight"))
@@ -240,7 +241,7 @@ def test_the_matrices_of_an_expert_are_floats_of_one_kind(name: str, whose: str)
     assert problem.message == "gate BF16, up BF16 and down F32: an expert's matrices must be stored alike"
 
 
-ONE_EACH = list({case.model_type: case for case in sorted(CASES, key=lambda c: c.parts[0].dtype.itemsize)}.values())
+ONE_EACH = list({case.model_type: case for case in sorted((*CASES, *ALIKE), key=lambda c: c.parts[0].dtype.itemsize)}.values())
 """A case in BF16, where there is one, of every model type."""
 
 
@@ -263,10 +264,10 @@ def test_experts_that_are_stored_by_themselves_are_read_all_the_same(case: Case)
 STEPPED = ("qwen3_5_moe_text", "qwen3_vl_moe_text")
 DENSE: dict[str, dict[str, Any]] = {
     **{name: {"mlp_only_layers": [0], "decoder_sparse_step": 2} for name in STEPPED},
-    **{name: {"moe_layer_freq": [0, 1]} for name in ("hy_v4", "minimax_m3_text")},
+    **{name: {"moe_layer_freq": [0, 1]} for name in ("hy_v4", "minimax_m3_text", "mistral4")},
 }
 """Keys that say, each by itself, that layer 0 has no experts."""
-UNSAID = {"llama4_text", "step3p5", "step3p7"}
+UNSAID = {"llama4_text", "step3p5", "step3p7", "step3_text", "gemma4_text", "muse_spark_text"}
 """Model types in which no key but ``mlp_layer_types`` says which layers have experts."""
 
 
@@ -284,3 +285,25 @@ def test_the_keys_that_say_which_layers_have_experts(case: Case) -> None:
         assert told(**{key: value}) == [], key
     for word, codes_told in (("dense", []), ("sparse", ["layers-missing"])):
         assert told(mlp_layer_types=[word, "sparse"]) == codes_told
+
+
+OWN = {"shared_intermediate_size", "share_expert_dim", "share_expert_dims", "shared_expert_intermediate_size"}
+
+
+OWN_WIDTH = [c for c in ONE_EACH if OWN & c.config.keys() and c.model_type != "minimax_m3_text" and c.parts[0].dtype.itemsize == 2]
+
+
+@pytest.mark.parametrize("case", OWN_WIDTH, ids=lambda c: c.name)
+def test_a_shared_mlp_may_have_a_width_of_its_own(case: Case) -> None:
+    module = case.shared.partition(".")[2]
+
+    def edit(tensors: Tensors) -> None:
+        for name, (dtype, shape) in [t for t in tensors.items() if f".{module}." in t[0]]:
+            tensors[name] = dtype, tuple(2 * n if n % case.width == 0 else n for n in shape)
+
+    twice = dict.fromkeys(OWN & case.config.keys(), 2 * case.width)
+    found = described(case, edit, **twice)
+    assert (found.problems, found.conflicts) == ((), ())
+    assert {d.shared and d.shared.width for d in found.layers} == {2 * case.width}
+    for key in twice:
+        assert "config-width" in {c.code for c in described(case, edit, **{**twice, key: case.width}).conflicts}

@@ -17,7 +17,7 @@ from fse_convert.plan.source import describe_source
 from fse_convert.servers.targets import find_target
 from fse_convert.testing.memory import PROJ, Tensors, W, checkpoint, expert
 from fse_convert.verification.expected import ExpectedOutput
-from tests.stacked import CASES, Case, headers
+from tests.stacked import ALIKE, CASES, Case, headers
 
 HIDDEN, WIDTH, WIDER = 512, 384, 512
 Config = dict[str, Any]
@@ -204,7 +204,7 @@ def test_each_key_says_the_width_of_those_that_are_built_from_it(model: Model) -
     assert edited(config, made) == {**config, **new}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *ALIKE], ids=lambda c: c.name)
 def test_every_key_of_a_model_with_stacked_experts_says_the_new_width(case: Case) -> None:
     config = case.config_of(case.width)
     made = plan(config, headers(case, case.width), Options(None, tp=case.tp))

@@ -107,7 +107,8 @@ def _names(family: Family) -> Wrong:
     if family.shared:
         yield "shared", "", "no shared"
         yield "shared", f"{family.shared}_", "shared misnamed"
-        yield "beside", not family.beside, "beside turned"
+        if family.block:
+            yield "beside", not family.beside, "beside turned"
         yield "gated", not family.gated, "gated turned"
     for i, model_type in enumerate(family.model_types):
         yield "model_types", (*family.model_types[:i], *family.model_types[i + 1 :]), f"without {model_type}"
@@ -130,8 +131,9 @@ def _sparse(family: Family) -> Wrong:
     yield "sparse", None, "no sparse"
     for part in ("first", "last", "step", "dense"):
         if key := getattr(rule, part):
-            yield "sparse", replace(rule, **{part: None}), f"sparse without {key}"
-            yield "sparse", replace(rule, **{part: f"{key}_"}), f"sparse: {key} misnamed"
+            wrong: dict[str, Any]
+            for wrong, does in (({part: None}, f"sparse without {key}"), ({part: f"{key}_"}, f"sparse: {key} misnamed")):
+                yield "sparse", replace(rule, **wrong), does
     if rule.step:
         yield "sparse", replace(rule, ahead=1 - rule.ahead), "sparse: one layer off"
     for i, word in enumerate(rule.words):

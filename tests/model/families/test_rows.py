@@ -379,9 +379,58 @@ def test_a_model_of_stacked_experts_lacks_each_key_that_sizes_it(model_type: str
         assert key in problem.message.removeprefix("there is no ").split(" or ")
 
 
-@pytest.mark.parametrize("model_type", ["kimi_linear", "minimax_m3_vl"])
-def test_a_block_is_known_by_its_other_name_too(model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "one", "other"),
+    [
+        ("kimi_linear", "block_sparse_moe", "mlp"),
+        ("minimax_m3_vl", "block_sparse_moe", "mlp"),
+        ("hy_v4", "shared_experts.gate_proj", "shared_experts.linear_gate"),
+    ],
+)
+def test_a_module_is_known_by_its_other_name_too(model_type: str, one: str, other: str) -> None:
     release = next(r for r in RELEASES if r.model_type == model_type)
-    tensors = {name.replace("block_sparse_moe", "mlp"): info for name, info in tensors_of(release).items()}
+    tensors = {name.replace(one, other): info for name, info in tensors_of(release).items()}
     found = description_of(config_of(release), tensors)
     assert (found.problems, len(found.layers)) == ((), LAYERS + bool(release.mtp))
+
+
+ALSO = {
+    "DeepSeek-V4": ("deepseek_v4_text", "deepseek_v41_text"),
+    "DeepSeek-VL2": ("unlimited_ocr", "deepseek_ocr2"),
+    "GLM-4-MoE": ("glm4v_moe_text",),
+    "GLM-5": ("glm5_next_text",),
+    "MiniMax-M3": ("minimax_m3_vl_text",),
+    "Ernie-4.5-VL": ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+    "Hunyuan-V4": ("hy_v4_vl", "hy_v4_vl_text"),
+    "K2-Horizon": ("xllm",),
+    "Mistral Large 4": ("mistral_large4_text",),
+    "Mixtral": ("minimax",),
+    "MiMo-V2": ("mimo_v2_flash",),
+    "OLMoE": ("flex_olmo",),
+    "Intern-S1-Pro": ("interns1_pro_text",),
+    "Gemma 4": ("gemma4_text",),
+    "Granite-MoE shared": ("granitemoeshared",),
+    "Inkling": ("inkling_model", "inkling_mm_model", "inkling_text"),
+    "Inkling 2": ("inkling2",),
+    "Llama 4": ("llama4", "llama4_text"),
+    "Aria": ("aria", "aria_text"),
+    "Qwen3-VL-MoE": ("qwen3_vl_moe", "qwen3_vl_moe_text"),
+    "Step-5": ("step5",),
+    "Step-3": ("step3_vl", "step3_text"),
+    "Muse Spark": ("muse_spark", "muse_spark_text"),
+}
+"""Model types beside those above, each with its family."""
+
+
+@pytest.mark.parametrize(("model_type", "name"), [(t, name) for name, types in ALSO.items() for t in types])
+def test_a_model_type_has_its_family_alone_or_as_the_text_model_of_another(model_type: str, name: str) -> None:
+    for config in ({"model_type": model_type}, {"model_type": "newcomer", "text_config": {"model_type": model_type}}):
+        family = find_family(config)
+        assert family is not None
+        assert family.name == name
+
+
+def test_ernies_drafter_has_a_prefix_of_its_own() -> None:
+    release = replace(next(r for r in RELEASES if r.model_type == "ernie4_5_moe"), mtp="model.mtp_block.0.mlp")
+    found = description_of(config_of(release), tensors_of(release))
+    assert (found.problems, [d.layer.name for d in found.layers if d.layer.kind is LayerKind.MTP]) == ((), [release.mtp])
