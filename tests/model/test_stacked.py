@@ -73,6 +73,8 @@ def test_each_half_of_a_stack_grows_at_its_own_end(case: Case) -> None:
     first = next(s for s in routed if s.module.endswith(case.stacks[0]) and s.part.startswith("weight"))
     turned = case.form in (transposed, interleaved_transposed)
     halves = 1 if case.form in (interleaved, interleaved_transposed, apart) else 2
+    shared = [s for d in described(case).layers[:1] if d.shared for s in d.shared.stacked if s.role is Role.UP]
+    assert {s.parts for s in shared} == ({2} if case.fused else set())
     assert (first.axis, first.parts, first.stretches) == (1 + turned, halves, EXPERTS * (case.hidden if turned else 1) * halves)
 
 
@@ -307,3 +309,27 @@ def test_a_shared_mlp_may_have_a_width_of_its_own(case: Case) -> None:
     assert {d.shared and d.shared.width for d in found.layers} == {2 * case.width}
     for key in twice:
         assert "config-width" in {c.code for c in described(case, edit, **{**twice, key: case.width}).conflicts}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("L3 Inkling 2", "num_local_experts"), ("L2 square", "num_local_experts"), ("L4 BF16", "n_routed_experts")],
+)
+def test_the_number_of_experts_has_another_name_too(name: str, key: str) -> None:
+    assert described(case_named(name), **{key: EXPERTS}).conflicts == ()
+    assert [c.code for c in described(case_named(name), **{key: EXPERTS + 1}).conflicts] == ["config-experts"]
+
+
+@pytest.mark.parametrize(("name", "key"), [("L2 Aria", "moe_num_shared_experts"), ("L1 FP8", "n_shared_experts")])
+def test_the_number_of_shared_experts_is_compared_with_their_width(name: str, key: str) -> None:
+    assert [c.code for c in described(case_named(name), **{key: 7}).conflicts] == ["config-width"]
+
+
+@pytest.mark.parametrize("case", [c for c in (*CASES, *ALIKE) if c.shared.startswith("BLOCK.")], ids=lambda c: c.name)
+def test_a_shared_expert_of_the_block_does_not_stand_beside_it(case: Case) -> None:
+    def edit(tensors: Tensors) -> None:
+        for name in [n for n in tensors if ".shared_expert" in n]:
+            head, shared, tail = name.partition(".shared_expert")
+            tensors[f"{head.rpartition('.')[0]}{shared}{tail}"] = tensors.pop(name)
+
+    assert "expert-outside" in codes(described(case, edit))

@@ -209,6 +209,9 @@ def test_every_key_of_a_model_with_stacked_experts_says_the_new_width(case: Case
     config = case.config_of(case.width)
     made = plan(config, headers(case, case.width), Options(None, tp=case.tp))
     assert edited(config, made) == case.config_of(case.padded)
+    first = next(k for k, v in case.config.items() if v == "WIDTH")
+    problems = refused({k: v for k, v in config.items() if k != first}, headers(case, case.width), Options(None, tp=case.tp))
+    assert any(first in p.message for p in problems if p.code == "config-key")
     for key in (k for k, v in case.config.items() if v == "WIDTH"):
         assert "config-width" in {p.code for p in refused({**config, key: 7}, headers(case, case.width), Options(None, tp=case.tp))}
 

@@ -192,14 +192,17 @@ def test_a_width_that_is_stated_per_shared_expert_stays_whole() -> None:
     assert [(e.key, e.new) for e in decision.config_edits if e.new != e.old] == [("shared_experts_intermediate_size", 226)]
 
 
+OWN_SHAPE = ("llama4_text", "gpt_oss", "aria_text")
+"""Model types whose stacks are transposed in releases and in transformers alike."""
+
+
 def stacked(model_type: str, width: int) -> Source:
     """One layer of two experts in two stacks, ``[E, H, 2 I]`` and ``[E, I, H]``."""
     at = f"model.layers.0.{'feed_forward' if model_type == 'llama4_text' else 'mlp'}.experts"
-    tensors: Tensors = {
-        f"{at}.gate_up_proj": ("BF16", (2, HIDDEN, 2 * width)),
-        f"{at}.down_proj": ("BF16", (2, width, HIDDEN)),
-    }
-    config = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": HIDDEN, "num_local_experts": 2}
+    names = ("fc1.weight", "fc2.weight") if model_type == "aria_text" else ("gate_up_proj", "down_proj")
+    shapes = (2, HIDDEN, 2 * width), (2, width, HIDDEN)
+    tensors: Tensors = {f"{at}.{name}": ("BF16", shape) for name, shape in zip(names, shapes, strict=True)}
+    config = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": HIDDEN, "num_local_experts": 2, "moe_num_experts": 2}
     return describe_source(checkpoint(config | {"moe_intermediate_size": width, "intermediate_size": width}, tensors))
 
 
@@ -211,8 +214,7 @@ def stacked(model_type: str, width: int) -> Source:
         ("qwen3_vl_moe_text", 200, 256, 768),  # both in turn
         ("qwen3_vl_moe_text", 256, 4, 256),  # it is so already
         ("qwen3_vl_moe_text", 400, 64, 448),
-        ("llama4_text", 400, 512, 512),
-        ("gpt_oss", 200, 128, 256),
+        *((name, width, tp, tp * 2 if tp < 512 else tp) for name in OWN_SHAPE for width, tp in ((200, 128), (400, 512))),
     ],
 )
 def test_no_stack_becomes_square_where_a_loader_goes_by_its_shape(model_type: str, width: int, tp: int, expected: int) -> None:
