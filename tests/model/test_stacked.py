@@ -333,3 +333,13 @@ def test_a_shared_expert_of_the_block_does_not_stand_beside_it(case: Case) -> No
             tensors[f"{head.rpartition('.')[0]}{shared}{tail}"] = tensors.pop(name)
 
     assert "expert-outside" in codes(described(case, edit))
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"])
+@pytest.mark.parametrize(
+    "name", ["L4 BF16", "L1 FP8", "L1 MiniMax-M3", "L1 Granite", "L2 Llama 4", "L2 square", "L2 Aria", "L4 Step-3"]
+)
+def test_mtp_layers_are_promised_under_one_name_if_any(name: str, key: str) -> None:
+    own = {"L4 BF16": "num_nextn_predict_layers", "L1 FP8": "num_nextn_predict_layers", "L1 MiniMax-M3": "num_mtp_modules"}
+    case = next(c for c in (*CASES, *ALIKE) if c.name == name)
+    assert [c.code for c in described(case, **{key: 2}).conflicts] == (["mtp-missing"] if key == own.get(name) else [])
