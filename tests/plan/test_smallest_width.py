@@ -14,8 +14,8 @@ from fse_convert.plan.plan import Options
 from fse_convert.plan.source import Source, describe_source
 from fse_convert.plan.width_rounding import needed_widths, stored_widths
 from fse_convert.servers.judge import find_any
-from fse_convert.servers.sharding import ENGINES, Load, slices
 from fse_convert.servers.subject import Subject
+from fse_convert.servers.tensor_parallel import ENGINES, Load, slices
 from fse_convert.testing.memory import PROJ, Tensors, checkpoint, expert
 
 pytestmark = pytest.mark.slow
