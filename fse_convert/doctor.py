@@ -34,8 +34,8 @@ PLUGINS = (
 """Entry points of this package: name, group, the server's allow-list, and what it is good for."""
 MEANINGS = {
     "torch": ("", "only inspect, targets, explain and --dry-run work without it: pip install torch"),
-    "huggingface_hub": ("hf:// addresses work", "hf:// addresses need it: pip install 'fse-convert[hub]'"),
-    "DeepGEMM": ("", "only verify --level kernel needs it: pip install 'fse-convert[gpu]', or the one that vLLM brings"),
+    "huggingface_hub": ("hf:// addresses work", "hf:// addresses need it: pip install 'huggingface_hub>=1.0'"),
+    "DeepGEMM": ("", "only verify --level kernel needs it: pip install 'sgl-deep-gemm>=0.2.1', or the one that vLLM brings"),
 }
 """What it means that something is installed, and that it is not."""
 SM100 = 10

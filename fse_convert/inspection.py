@@ -12,8 +12,8 @@ from pathlib import Path
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.names import CONFIG, QUANT_CONFIG
 from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, garbage_collection_paused, read_checkpoint
-from fse_convert.errors import ExitCode, Problem, folded
-from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
+from fse_convert.errors import ExitCode, FseConvertError, Problem, folded
+from fse_convert.model.consistency import LOAD_CONFLICTS, UNFIT, unstated
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import Advice, advise
@@ -27,6 +27,8 @@ from fse_convert.servers.f32_scales import UNREAD, Scales
 from fse_convert.servers.judge import Answer, judge
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.verdict import Outcome, Verdict, because, not_understood
+from fse_convert.sidecar.manifest import read_manifest
+from fse_convert.sidecar.reader import read_sidecar
 
 LEFT_OUT = "the drafter's layers are not judged: the verdicts are those of serving without speculative decoding"
 
@@ -36,7 +38,7 @@ class Inspection:
     """Everything that was found.
 
     ``problems``: what is broken; ``unsupported``: what is whole but not understood; ``conflicts``: where config and headers
-    contradict each other; ``notes``: what to know.
+    contradict each other in what a change of the config may mend; ``notes``: what to know.
     ``costs`` is None without experts of one width. ``converted``: whether fse-convert wrote the folder. ``offers``: changes of
     format that would help. ``ranks``: what servers make of its experts under tensor parallelism, where that was asked.
     """
@@ -98,13 +100,13 @@ def inspect(
     plans = (lambda _: None) if reading.problems or reading.converted else planner(source)
     widths = contract_widths(about, serving.tp)
     problems = _layer_problems(reading, description)
-    broken = folded((*reading.problems, *(p for p in problems if p.code not in NOT_UNDERSTOOD)))
+    broken = folded((*reading.problems, *_sidecar_problems(reading), *(p for p in problems if p.code not in NOT_UNDERSTOOD)))
     unsupported = folded(p for p in problems if p.code in NOT_UNDERSTOOD)
     conflicts: tuple[Problem, ...] = ()
     if {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread):
         found = description.family if description.layers else None
         sizes = unstated(found, checkpoint.config, description.n_shared) if found else ()
-        conflicts = (*description.conflicts, *sizes)
+        conflicts = (*(c for c in description.conflicts if c not in problems), *sizes)
     answers = tuple(_without_false_yes(a, broken, unsupported, conflicts) for a in judge(about))
     asked = tuple(a for a in answers if not names or a.name in names)
     return Inspection(
@@ -143,6 +145,17 @@ def _without_false_yes(
     return replace(answer, model=model, layers=tuple(doubt if v.outcome in withdrawn else v for v in answer.layers))
 
 
+def _sidecar_problems(reading: PartialCheckpoint) -> tuple[Problem, ...]:
+    """Return what is wrong with manifest and kernel layout of an output, which `verify`, `restore` and its loaders would refuse."""
+    if not reading.converted:
+        return ()
+    try:
+        read_manifest(reading.checkpoint.folder)
+    except FseConvertError as e:
+        return tuple(e.problems)
+    return read_sidecar(reading.checkpoint.folder).problems
+
+
 def _scales(reading: PartialCheckpoint, source: Source, *, thorough: bool) -> Scales:
     """Read F32 scales where that costs no download and the headers can be trusted."""
     if reading.problems or not isinstance(source.checkpoint.folder, LocalFolder):
@@ -173,7 +186,7 @@ def open_folder(address: str) -> Folder:
 
 
 def _layer_problems(reading: PartialCheckpoint, description: Description) -> tuple[Problem, ...]:
-    """Return the problems of layers, but for what is missing there only because a whole shard or the config is."""
+    """Return what is wrong with layers and config, but for what is so only because a whole shard or the config is missing."""
     if CONFIG in reading.unread:
         return ()
     shards = {name[:dot] for name in reading.absent or () for dot in _dots(name)}
@@ -184,7 +197,7 @@ def _layer_problems(reading: PartialCheckpoint, description: Description) -> tup
         if not (p.code.endswith("-missing") and (reading.absent is None or d.layer.name in shards))
     ]
     if reading.absent == ():
-        found += description.gaps
+        found += [*description.gaps, *(c for c in description.conflicts if c.code in UNFIT)]
     return (*found, *description.outside)
 
 

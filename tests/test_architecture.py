@@ -21,7 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "restoration": {"layout", "checkpoint", "output", "sidecar"},
     "plan": {"layout", "checkpoint", "model", "sidecar", "servers"},
     "serving": {"layout", "checkpoint", "output", "sidecar", "model", "servers"},
-    "inspection": {"checkpoint", "model", "servers", "plan"},
+    "inspection": {"checkpoint", "model", "sidecar", "servers", "plan"},
     "verification": {"checkpoint", "model", "sidecar", "output", "servers", "plan"},
     "conversion": {"layout", "checkpoint", "output", "model", "sidecar", "plan", "verification"},
     "doctor": {"output", "servers", "verification"},

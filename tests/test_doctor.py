@@ -175,3 +175,10 @@ def test_verbose_alone_is_the_default_commands(run: Run, made: Callable[..., Pat
     code, out, err = run("-v", made(), tmp_path / "out", "--dry-run")
     assert code == 0, err
     assert out.startswith("plan: ")
+
+
+def test_what_to_install_is_named_by_packages_that_an_index_has(findings: Any, installed: dict[str, str]) -> None:
+    """This one is in no index: its extras would not be found by anyone who has not installed it."""
+    said = {name: f["meaning"] for name, f in findings().items() if "pip install" in f["meaning"] and "plugin" not in name}
+    assert {"torch", "huggingface_hub", "DeepGEMM"} <= said.keys()
+    assert not any("fse-convert" in meaning.partition("pip install")[2] for meaning in said.values())

@@ -215,6 +215,8 @@ def _tensor(name: str, entry: object, shard: str) -> TensorInfo:
     if not isinstance(entry, dict):
         _refuse("header-entry", f"{shard}: {name}", "the entry is not an object", NOT_SAFETENSORS)
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if dtype is None:
+        _refuse("header-entry", f"{shard}: {name}", "the entry has no dtype", NOT_SAFETENSORS)
     if not isinstance(dtype, str) or dtype not in BITS:
         _refuse(
             "dtype-unknown",

@@ -24,7 +24,7 @@ SNAPSHOT = re.compile(r"/models--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<
 """Where huggingface_hub keeps a model of one commit in its cache."""
 TIMEOUT = 30.0
 """Seconds without a byte after which a request counts as failed."""
-INSTALL = "pip install 'fse-convert[hub]'"
+INSTALL = "pip install 'huggingface_hub>=1.0'"
 
 
 class HubFolder:

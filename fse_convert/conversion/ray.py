@@ -94,7 +94,7 @@ def _connected(address: str) -> ModuleType:
     try:
         import ray
     except ImportError as e:
-        raise EnvironmentFailure(Problem("no-ray", "Ray is not installed", "--ray", "pip install 'fse-convert[ray]'")) from e
+        raise EnvironmentFailure(Problem("no-ray", "Ray is not installed", "--ray", "pip install 'ray>=2.40'")) from e
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as e:

@@ -16,7 +16,7 @@ from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import megamoe, ue8m0
 from fse_convert.layout.padding import filled, padded
 from fse_convert.layout.sizes import GROUP
-from fse_convert.model.formats import NAN_WORDS, Format, NaN
+from fse_convert.model.formats import NAN_WORDS, REQUANTISE, Format, NaN
 from fse_convert.model.moe import Role
 from fse_convert.output.copying import copy_range, new_file, write_all, writing_back
 from fse_convert.plan.tensors import (
@@ -131,9 +131,7 @@ def _e8m0_rows(info: TensorInfo, f: Format, reader: SourceReader) -> list[bytes]
         try:
             codes = ue8m0.from_fp32(torch.frombuffer(rows, dtype=torch.float32))
         except ValueError as e:
-            raise InvalidCheckpoint(
-                Problem("scale-inexact", str(e), f"{info.shard}: {info.name}", "requantise to E8M0 scales first")
-            ) from e
+            raise InvalidCheckpoint(Problem("scale-inexact", str(e), f"{info.shard}: {info.name}", REQUANTISE)) from e
         rows = memoryview(bytes(codes.tolist()))
     size = len(rows) // count
     return [bytes(rows[at : at + size]) for at in range(0, len(rows), size)]

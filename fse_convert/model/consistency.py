@@ -20,12 +20,15 @@ from fse_convert.model.families.family import EVERY_LAYER, MOE_WORDS, Family, Sh
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.model.quantization import FP8_METHODS, Quantization
+from fse_convert.model.values import TOP_K, Values
 
-LOAD_CONFLICTS = frozenset({
-    "config-width", "config-layers", "config-block", "config-hidden", "config-experts", "config-expert-dtype",
-    "quantization-method",
+UNFIT = frozenset({
+    "config-value", "config-width", "config-layers", "config-dense", "config-block", "config-hidden", "config-experts",
+    "block-size-invalid", "ignore-not-a-list", "quantization-not-an-object",
 })  # fmt: skip
-"""Codes of conflicts by which a server that believes the config would not load the tensors."""
+"""Codes of conflicts by which no server that believes the config would load the tensors: such a checkpoint is broken."""
+LOAD_CONFLICTS = UNFIT | {"config-expert-dtype", "quantization-method"}
+"""The same, with those that a change of the config alone may mend."""
 OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "eetq", "gguf")
 """Methods that store weights as codes of their own: none of them reads FP8 blocks, MXFP4 or NVFP4."""
 WHOLE_MODEL = (*FP8_METHODS, "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8")
@@ -40,6 +43,8 @@ def conflicts(
 ) -> Iterator[Problem]:
     """Compare what the configs say with what the headers hold."""
     yield from _number_conflicts(family, config, layers, n_shared)
+    yield from _top_k_conflicts(family, config, layers)
+    yield from dense_conflicts(family, config, [d.layer for d in layers if d.layer.kind is LayerKind.DECODER])
     yield from _expert_dtype_conflicts(quantization, layers)
     yield from _block_conflicts(quantization, layers)
     yield from _method_conflicts(quantization, layers)
@@ -80,17 +85,36 @@ def _number_conflicts(
 
 
 def unstated(family: Family, config: Mapping[str, Any], n_shared: int) -> Iterator[Problem]:
-    """Find sizes of the model that config.json does not state as integers: loaders take a default of their own, or raise."""
+    """Find sizes of the model that config.json does not state: loaders take a default of their own, or raise."""
     widths = tuple(w.key for w in family.widths if w.share is Share.ROUTED and not w.optional)
     shared = family.n_shared_keys if n_shared else ()
     for keys in ((family.hidden_key,), family.depth_keys, widths, family.n_routed_keys, shared):
-        found = list(family.stated(config, *keys))
-        if keys and not found:
+        if keys and not any(family.stated(config, *keys)):
             yield Problem("config-unstated", f"there is no {' or '.join(keys)}", "config.json", "state what the tensors have")
-        for s in found:
-            if isinstance(s.value, bool | float | str):
-                message = f"{s.path} is {s.value!r}, expected an integer"
-                yield Problem("config-unstated", message, "config.json", "write it as an integer")
+
+
+def _top_k_conflicts(family: Family, config: Mapping[str, Any], layers: Sequence[LayerDescription]) -> Iterator[Problem]:
+    """Find tokens that would pass more routed experts than any layer has."""
+    most = max((d.layer.count for d in layers), default=0)
+    for s in family.stated(config, *TOP_K):
+        if s.number is not None and most and s.number > most:
+            yield Values(f"at most {most}, the routed experts of a layer", bool).refusal(s.path, s.value)
+
+
+def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence[MoELayer]) -> Iterator[Problem]:
+    """Find layers with experts that a server would build without, as the config says."""
+    rule = family.sparse or EVERY_LAYER
+    expected, depth = expected_layers(family, config, decoder), family.number(config, *family.depth_keys)
+    if depth is None or family.per_layer(config):
+        return
+    for s in family.stated(config, *rule.words, rule.step):
+        if isinstance(s.value, list | str) and len(s.value) < depth:
+            yield Values(f"an entry for each of {depth} layers", bool).refusal(s.path, s.value)
+    dense = [m.name for m in decoder if expected is not None and m.index not in expected and m.index < depth]
+    if dense:
+        said = ", ".join(s.path for s in family.stated(config, *rule.words, rule.first, rule.last, rule.step, rule.dense))
+        message = f"{some(dense)} have experts, which the config says are dense layers, by {said}"
+        yield Problem("config-dense", message, "config.json", "make these keys say which layers have experts: servers believe them")
 
 
 def _common(values: Iterable[int]) -> int | None:
@@ -102,8 +126,8 @@ def _common(values: Iterable[int]) -> int | None:
 def _expert_dtype_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
     written = quantization.expert_dtype
     kinds = {d.routed.gate.kind for d in layers if d.routed and d.layer.kind is LayerKind.DECODER}
-    known = {kind.facts.expert_dtype for kind in StorageKind} - {None}
-    read = written in known or (written is not None and quantization.method in FP8_METHODS)
+    known = [kind.facts.expert_dtype for kind in StorageKind]
+    read = written is not None and (written in known or quantization.method in FP8_METHODS)
     if read and any(kind.facts.expert_dtype != written for kind in kinds):
         stored, right = ", ".join(sorted(kind.value for kind in kinds)), {kind.facts.expert_dtype for kind in kinds}
         message = f"expert_dtype is {written!r}, the routed experts are stored as {stored}"
@@ -206,7 +230,7 @@ def gaps(family: Family, config: Mapping[str, Any], layers: Sequence[MoELayer]) 
     if family.per_layer(config):
         return  # every layer has a number of experts of its own, perhaps none
     decoder = [m for m in layers if m.kind is LayerKind.DECODER]
-    missing = sorted(expected_layers(family, config, decoder) - {m.index for m in decoder})
+    missing = sorted((expected_layers(family, config, decoder) or set()) - {m.index for m in decoder})
     if missing:
         which = f"{some(map(str, missing))} ({len(missing)} of {len(missing) + len(decoder)})"
         message = f"no experts in decoder layers {which}, which the config says have some"
@@ -216,31 +240,31 @@ def gaps(family: Family, config: Mapping[str, Any], layers: Sequence[MoELayer]) 
     yield from _count_gaps(mtp, family.number(config, family.mtp_routed_key) or None, trusted=True)
 
 
-def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence[MoELayer]) -> set[int]:
-    """Return the numbers of the decoder layers that have experts by the config; empty where it does not say.
+def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence[MoELayer]) -> set[int] | None:
+    """Return the numbers of the decoder layers that have experts by the config; None where it does not say.
 
     Where the key of the first such layer is left out, the first one that is there counts as the first.
     """
     rule, count = family.sparse, family.number(config, *family.depth_keys)
     if not decoder:
-        return set()
+        return None
     words = next((s.value for s in family.stated(config, *(rule or EVERY_LAYER).words)), None)
     if isinstance(words, list | str) and words and len(words) >= (count or 0):
         return {i for i, word in enumerate(words[:count]) if isinstance(word, str) and word in MOE_WORDS}
     if count is None or rule is None:
-        return set()
+        return None
     count = min(count, MOST_LAYERS)
     step = family.value(config, rule.step)
     if isinstance(step, list):
         return {i for i in range(min(count, len(step))) if step[i]}
     if step is not None and (type(step) is not int or step < 1):
-        return set()
+        return None
     first = family.number(config, rule.first) if rule.first else 0
     last = family.number(config, rule.last)
     dense = family.value(config, rule.dense)
     start = min(m.index for m in decoder) if first is None else first
     end = count if last is None or last < 0 else min(last + 1, count)
-    kept = set(dense) if isinstance(dense, list) else set()
+    kept = {i for i in dense if type(i) is int} if isinstance(dense, list) else set()
     return {i for i in range(start, end) if (i + rule.ahead) % (step or 1) == 0 and i not in kept}
 
 
@@ -255,13 +279,13 @@ def _count_gaps(layers: Sequence[MoELayer], written: int | None, *, trusted: boo
     if not counts:
         return
     usual = written if written is not None and (trusted or written in counts) else counts.most_common(1)[0][0]
-    odd = [m for m in whole if m.count != usual]
-    if odd:
-        first = odd[0]
-        where = f"{first.count} routed experts in {some(m.name for m in odd)}, expected {usual}"
-        kind = "MTP" if first.kind is LayerKind.MTP else "decoder"
-        message = f"{len(odd)} of {len(whole)} {kind} layers have another number of routed experts: {where}"
-        yield Problem("experts-missing", message, first.name, INCOMPLETE)
+    fewer, more = [m for m in whole if m.count < usual], [m for m in whole if m.count > usual]
+    for code, odd, hint in (("experts-missing", fewer, INCOMPLETE), ("experts-extra", more, "are they of another model?")):
+        if odd:
+            where = f"{odd[0].count} routed experts in {some(m.name for m in odd)}, expected {usual}"
+            kind = "MTP" if odd[0].kind is LayerKind.MTP else "decoder"
+            message = f"{len(odd)} of {len(whole)} {kind} layers have another number of routed experts: {where}"
+            yield Problem(code, message, odd[0].name, hint)
 
 
 def _contiguous(layer: MoELayer) -> bool:

@@ -20,6 +20,7 @@ from fse_convert.model.families.resemblance import resembling
 from fse_convert.model.grouping import EXPERT_MODULE, Grouping, group_layers, seen
 from fse_convert.model.layer_formats import LayerReader
 from fse_convert.model.quantization import Quantization
+from fse_convert.model.values import misstated
 
 KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 """Names of the kernel layout: a checkpoint that has them is converted already."""
@@ -53,8 +54,11 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization, named: str) ->
     layers = LayerReader(quantization.block_hint, family).describe(grouping.layers)
     n_shared = family.shared_count(config) if any(m.shared for m in grouping.layers) else 0
     depths = tuple(_depth_conflicts(family, config, grouping))
-    found = (*conflicts(family, config, quantization, layers, n_shared), *depths, *quantization.conflicts)
+    against = (*conflicts(family, config, quantization, layers, n_shared), *depths)
     lacking = gaps(family, config, grouping.layers) if not (grouping.beyond or grouping.early) else ()
+    if layers and (wrong := tuple(misstated(family, config))):  # what is no number is compared with none
+        against, lacking = wrong, ()
+    found = (*against, *quantization.conflicts, *_unheeded(family, model_type, named))
     return Description(
         family=family,
         model_type=model_type,
@@ -71,6 +75,13 @@ def _refusal(family: Family) -> Iterator[Problem]:
     if family.refused:
         message, hint = family.refused
         yield Problem("family-refused", message, "config.json", hint)
+
+
+def _unheeded(family: Family, model_type: str, named: str) -> Iterator[Problem]:
+    """Say that a family which a user named is not the one that the model type has."""
+    if named not in ("", family.name):
+        message = f"model type {model_type!r} is known as {family.name}, so {named} is not used"
+        yield Problem("option-unused", message, "--family", "leave it out")
 
 
 def _strays(family: Family, grouping: Grouping) -> Iterator[Problem]:

@@ -28,6 +28,8 @@ MXFP8_BLOCK = (1, 32)
 """The block of FP8 weights that OCP calls MXFP8; it comes beside FP8 of any other block."""
 NOT_GATHERED = "saved by a sharded training run without gathering its weights? save it again with all of them"
 SUPPORTED = "supported: FP8 (F8_E4M3), packed MXFP4 and NVFP4 (I8, U8), BF16, F16, F32"
+REQUANTISE = "choose a server that takes F32 scales; quantising again, to E8M0 scales, loses precision"
+"""What to do about F32 scales that are not powers of two."""
 
 
 class NaN(str, Enum):

@@ -123,21 +123,22 @@ class LayerReader:
 def _group(read: Read, roles: frozenset[Role], understood: set[Role], problems: _Problems) -> ExpertGroup | None:
     misfits, experts = Misfits(read, understood), tuple(expert for expert, _ in read)
     first: dict[Role, Format] | None = None
-    like: Formats | None = None
+    like: tuple[Expert, Formats] | None = None
     whole = True
     for expert, found in read:
-        if found is like:
+        if like and found is like[1]:
             continue
         formats = _whole(expert, roles, found, misfits, problems)
         if formats is None:
             whole = False
-        elif first is None:
-            first, like = formats, found
+        elif first is None or like is None:
+            first, like = formats, (expert, found)
         elif formats != first:
             whole = False
-            where = next(expert.projections[r].name for r in formats if formats[r] != first[r])
-            message = f"{_stored(formats)}, but {experts[0].name} is {_stored(first)}: a layer's experts must be stored alike"
-            problems.add(Problem("experts-differ", message, where))
+            role = next(r for r in formats if formats[r] != first[r])
+            other = f"{like[0].projections[role].name} is {_stored(first[role])}"
+            message = f"{_stored(formats[role])}, but {other}: a layer's experts must be stored alike"
+            problems.add(Problem("experts-differ", message, expert.projections[role].name))
     if first is None or not whole:
         return None
     width, hidden = first[Role.UP].shape
@@ -199,8 +200,7 @@ def _whole(
         return None
     up, down = formats[Role.UP].shape, formats[Role.DOWN].shape
     if formats.get(Role.GATE, formats[Role.UP]).shape != up or down != up[::-1]:
-        message = f"{_listed(f'{role.value} {list(f.shape)}' for role, f in formats.items())} do not make one MLP"
-        problems.add(Problem("expert-shape", message, expert.name, "is the checkpoint sharded by tensor parallelism?"))
+        problems.add(_shapes(expert, formats, problems.layer))
         return None
     if len({f.weight_dtype for f in formats.values() if f.kind is StorageKind.PLAIN}) > 1:
         stored = _listed(f"{role.value} {f.weight_dtype}" for role, f in formats.items())
@@ -214,9 +214,23 @@ def _listed(words: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}"
 
 
-def _stored(formats: Mapping[Role, Format]) -> str:
-    labels = dict.fromkeys(f.label for f in formats.values())
-    return f"{' / '.join(labels)}, {formats[Role.UP].shape[0]} wide"
+def _shapes(expert: Expert, formats: Mapping[Role, Format], layer: MoELayer) -> Problem:
+    """Return the problem that matrices are which make no MLP; of stacked ones it names the tensors that are stored."""
+    stacks = {t.name: t for t in (*layer.stacked, *layer.fused)}
+    weights = {t.name: t for t in (expert.projections[role].parts[f.weight] for role, f in formats.items())}
+    shapes = [f"{name} {list(stacks.get(name, t).shape)}" for name, t in weights.items()]
+    hint = "does the family store rows and columns the other way round? export the model as its publisher does"
+    if stacks.keys().isdisjoint(weights):
+        shapes = [f"{role.value} {list(f.shape)}" for role, f in formats.items()]
+        hint = "is the checkpoint sharded by tensor parallelism?"
+    return Problem("expert-shape", f"{_listed(shapes)} do not make one MLP", expert.name, hint)
+
+
+def _stored(f: Format) -> str:
+    """Say all in which two formats may differ."""
+    scale = [f"{f.scale} {f.scale_dtype}"] if f.scale else []
+    others = sorted(f.tiles.keys() - {f.weight, f.scale})
+    return f"{f.label} {list(f.shape)} ({', '.join((f'{f.weight} {f.weight_dtype}', *scale, *others))})"
 
 
 class _Problems:

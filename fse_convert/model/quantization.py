@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from fse_convert.errors import Problem
 from fse_convert.model.families.family import place
+from fse_convert.model.values import DYNAMIC, QUANTIZATION
 
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "exclude", "ignore", "exclude_modules")
 """Keys for modules that stay unquantised: DeepSeek and MiniMax, transformers, Quark, ModelOpt, ModelOpt's own file."""
@@ -43,6 +44,7 @@ SAME = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"} | 
 """Other spellings of a method: what servers make of them differs, what is stored does not."""
 BLOCK, SCHEME_BLOCKS = "weight_block_size", ("block_structure", "block_size")
 """Keys of an FP8 block: DeepSeek's, and in a scheme compressed-tensors' and Quark's."""
+SCHEME = "activation_scheme"
 
 INNER = {"config.json": "quantization_config", "config.json:text_config": "text_config.quantization_config"}
 """Names of quantisations whose keys may also stand beside them."""
@@ -109,9 +111,16 @@ def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any]
         [(INNER.get(s.source, s.source), s.flat) for s in sections],
     )
     # DeepSeek-V4 writes expert_dtype at the top level, V4.1 inside quantization_config
-    dtypes = [(where, found["expert_dtype"]) for where, found in (*top, *inner) if isinstance(found.get("expert_dtype"), str)]
+    dtypes = [(where, str(found["expert_dtype"])) for where, found in (*top, *inner) if found.get("expert_dtype") is not None]
     blocks = list(_blocks([*inner, *top]))
-    conflicts = [*_not_objects(candidates), *_contradicting(sections), *_dtype_conflicts(dtypes), *_block_conflicts(blocks)]
+    found = (
+        _not_objects(candidates),
+        _misstated(inner),
+        _contradicting(sections),
+        _dtype_conflicts(dtypes),
+        _block_conflicts(blocks),
+    )
+    conflicts = [problem for each in found for problem in each]
     block = next((b for b in blocks if b.sides), NO_BLOCK)
     dtype = dtypes[0][1] if dtypes else None
     anywhere = Quantization(expert_dtype=dtype, block_hint=block.sides, block_key=block.key, conflicts=tuple(conflicts))
@@ -133,6 +142,14 @@ def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any]
         raw=read.raw,
         conflicts=(*conflicts, *_method_conflicts(read), *ignore_conflicts, *_quark_conflicts(read)),
     )
+
+
+def _misstated(places: list[_Place]) -> Iterator[Problem]:
+    """Find values of a type that no server takes."""
+    for where, found in places:
+        for key, values in QUANTIZATION.items():
+            if found.get(key) is not None and not values.fit(found[key]):
+                yield values.refusal(key, found[key], where)
 
 
 def _not_objects(candidates: Mapping[str, object]) -> Iterator[Problem]:
@@ -297,6 +314,8 @@ def _method_conflicts(read: _Section) -> Iterator[Problem]:
     elif read.method == "modelopt_mxfp8" and "quant_method" not in read.raw:
         hint = "vLLM 0.33 knows MXFP8 from config.json only: there it raises Unknown ModelOpt quant algo: MXFP8"
         yield Problem("modelopt-file-unread", "MXFP8 is described by hf_quant_config.json alone", "hf_quant_config.json", hint)
+    if read.method in FP8_METHODS and read.flat.get(BLOCK) and read.flat.get(SCHEME) == "static":
+        yield DYNAMIC.refusal(SCHEME, "static", read.source)
 
 
 def _quark_conflicts(read: _Section) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fse_convert.model.families.find import find_family
@@ -12,13 +12,14 @@ from fse_convert.servers.subject import Subject
 
 
 def conversion_command(checkpoint: Subject, place: str, options: Options) -> str:
-    """Return the command that converts a checkpoint so, into a new folder of the working directory.
+    """Return the command that converts a checkpoint so, into a new folder of the working directory, named like it and the options.
 
-    ``place``: its path or address. For a target the folder is named like both, else it is ``OUT``.
+    ``place``: its path or address.
     """
-    out = _folder(place, options.target.name) if options.target else "OUT"
+    arguments = list(_arguments(options))
+    out = _folder(place, arguments)
     family = _family(checkpoint.config, checkpoint.description.family_name)
-    return shlex.join(["fse-convert", place, out, *_arguments(options), *family])
+    return shlex.join(["fse-convert", place, out, *arguments, *family])
 
 
 def inspection_command(place: str, config: Mapping[str, Any], family: str) -> str:
@@ -26,10 +27,12 @@ def inspection_command(place: str, config: Mapping[str, Any], family: str) -> st
     return shlex.join(["fse-convert", "inspect", place, *_family(config, family)])
 
 
-def _folder(place: str, target: str) -> str:
+def _folder(place: str, arguments: Sequence[str]) -> str:
+    """Return a name of its own for what each list of arguments makes; ``--target`` is left out of it."""
     name = place.rstrip("/").rpartition("/")[2].strip(".")
     name = name.partition("@")[0] if place.startswith("hf://") else name
-    return f"{name}-{target}" if name else target
+    words = [word.removeprefix("--") for word in arguments if word != "--target"] or ["converted"]
+    return "-".join(filter(None, (name, *words)))
 
 
 def _arguments(options: Options) -> Iterator[str]:

@@ -16,9 +16,9 @@ from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import Decision, Experts, LayerVerdict, Options
 from fse_convert.plan.source import Source
 from fse_convert.plan.width_rounding import needed_widths, stored_widths
-from fse_convert.servers.f32_scales import INEXACT, Scales, with_scales
-from fse_convert.servers.judge import answer, native_layer
-from fse_convert.servers.native import LaunchWidths, kernel_verdict
+from fse_convert.servers.f32_scales import INEXACT, Scales
+from fse_convert.servers.judge import answer, kernel_layer, native_layer
+from fse_convert.servers.native import LaunchWidths
 from fse_convert.servers.targets import Target
 from fse_convert.servers.verdict import Outcome, Reason, Verdict, because, whole
 from fse_convert.sidecar.manifest import ConfigEdit
@@ -92,7 +92,7 @@ def _verdicts(
     servers = tuple(native_layer(after.subject, target, d, at_main) for d in layers)
     if contract is None:
         return tuple(LayerVerdict(layer=d, verdict=v, server=v) for d, v in zip(layers, servers, strict=True)), whole(servers)
-    kernel = (with_scales(d, kernel_verdict(d, contract, target.pairings, at_kernel), after.scales) for d in layers)
+    kernel = (kernel_layer(after.subject, target, contract, d, at_kernel) for d in layers)
     verdicts = tuple(LayerVerdict(layer=d, verdict=k, server=v) for d, k, v in zip(layers, kernel, servers, strict=True))
     _check_verdicts(verdicts, options, after.scales, contract.name)
     return verdicts, whole(servers)

@@ -24,7 +24,7 @@ from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.reader import Shard, read_checkpoint
 from fse_convert.checkpoint.safe_paths import is_own, leads_out
-from fse_convert.errors import InvalidCheckpoint, environment, naming, some
+from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment, naming, some
 from fse_convert.output.copying import SHARED, Link, carry, new_file, way, write_all
 from fse_convert.output.digests import file_sha256, file_xxh3_128
 from fse_convert.output.free_space import check_space, existing_home
@@ -293,6 +293,9 @@ class Restoration:
         if self.manifest.files is not None:
             listed = self.manifest.files.get(name)
             if listed is None or listed.sha256 != file_sha256(staging.folder / name):
+                if not self._may_differ(name) and listed is None:
+                    message = "the manifest does not list this file"
+                    raise VerificationFailure(Problem("file-unexpected", message, name, "move it out of the output"))
                 if not self._may_differ(name):
                     raise unlike("file-damaged", name, "its SHA-256 is not the one in the manifest")
                 if not is_own(self.folder.root, name):

@@ -11,7 +11,7 @@ from itertools import chain
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.formats import StorageKind
+from fse_convert.model.formats import REQUANTISE, StorageKind
 from fse_convert.servers.verdict import Outcome, Verdict, because
 
 INEXACT = "scale-inexact"
@@ -68,9 +68,9 @@ def with_scales(layer: LayerDescription, verdict: Verdict, scales: Scales, round
     if scales.inexact_of(layer):
         if rounded_by:
             message = f"{rounded_by} rounds F32 scales to powers of two while loading, and some are none: their weights change"
-            return because(Outcome.UNSAFE, "scale-f32-rounded", message, "requantise to E8M0 scales first")
+            return because(Outcome.UNSAFE, "scale-f32-rounded", message, REQUANTISE)
         message = "F32 scales are no powers of two, which is all that the kernel's E8M0 scales can hold"
-        return because(Outcome.UNFUSED, INEXACT, message, "requantise to E8M0 scales first")
+        return because(Outcome.UNFUSED, INEXACT, message, REQUANTISE)
     if all(t.name in scales.read for t in found):
         return verdict
     message = "F32 scales fit only where every one is a power of two; headers cannot tell"

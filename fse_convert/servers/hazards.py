@@ -211,6 +211,16 @@ def _unchecked_glm(s: Situation) -> bool:
     return glm and _is(s.routed, MXFP4) and _is(s.shared, PLAIN)
 
 
+def _drafter_short(s: Situation) -> bool:
+    """Tell whether config.json promises more drafter layers than the tensors show; DeepSeek-V4's DSpark reads no such key."""
+    family, layers = s.subject.description.family, s.subject.description.layers
+    if family is None or not (s.is_drafter and s.verdict.fused and s.target.engine.startswith("vLLM")):
+        return False
+    read = s.subject.description.model_type != "deepseek_v4" or family.value(s.subject.config, "dspark_target_layer_ids") is None
+    promised = family.number(s.subject.config, family.mtp_key) or 0
+    return read and promised > sum(d.layer.kind is LayerKind.MTP for d in layers)
+
+
 def _unstated(s: Situation) -> bool:
     """Tell it of slots and AITER; of the native path `fse_convert.servers.native.config_verdict` does."""
     asks = s.verdict.fused and not isinstance(s.target, Target)
@@ -283,6 +293,13 @@ HAZARDS: tuple[Hazard, ...] = (
         f"{OFF}, or without the drafter",
         "0.29 models/deepseek_v4/amd/mtp.py:460, 0.30:463, 0.31:494, 0.32:499, 0.33 alike: no redirect of shared experts",
         lambda s: s.is_drafter and s.vllm_slot and s.vllm_v4,
+    ),
+    Hazard(
+        "drafter-short",
+        "builds as many layers of the drafter as config.json promises, and some have no tensors: loading the drafter fails",
+        "fetch the missing layers, or serve without the drafter",
+        "0.33 models/deepseek_v4/nvidia/mtp.py:218, 513 (ValueError), models/deepseek_v41/nvidia/dspark.py:85-89",
+        _drafter_short,
     ),
     FP8_BLOCK_HAZARD,
     Hazard(

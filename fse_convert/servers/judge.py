@@ -18,10 +18,10 @@ from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_a
 from fse_convert.servers.f32_scales import with_scales
 from fse_convert.servers.hazards import with_hazards
 from fse_convert.servers.naming import find_named
-from fse_convert.servers.native import LaunchWidths, config_verdict, kernel_verdict, native_verdict
+from fse_convert.servers.native import KERNEL, SILU, LaunchWidths, config_verdict, kernel_verdict, native_verdict, with_activation
 from fse_convert.servers.slots import SLOT_KINDS, SLOT_TARGETS, SlotTarget, slot_needs, slot_notes, slot_verdicts
 from fse_convert.servers.subject import Subject
-from fse_convert.servers.targets import TARGETS, Target
+from fse_convert.servers.targets import TARGETS, Contract, Target
 from fse_convert.servers.verdict import Outcome, Reason, Verdict, because, not_understood, whole
 
 
@@ -81,21 +81,33 @@ def judge(checkpoint: Subject) -> tuple[Answer, ...]:
     return tuple(answer(checkpoint, target) for target in ALL_TARGETS)
 
 
+def kernel_layer(
+    checkpoint: Subject, target: Target, contract: Contract, layer: LayerDescription, widths: LaunchWidths | None = None
+) -> Verdict:
+    """Judge one layer by the kernel alone, with what is known of its F32 scales and of the activation.
+
+    ``contract``: the one that a checkpoint for ``target`` is converted to; ``widths``: as `native_layer` has them.
+    """
+    verdict = with_scales(layer, kernel_verdict(layer, contract, target.pairings, widths), checkpoint.scales)
+    return with_activation(checkpoint.config, verdict, KERNEL)
+
+
 def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, widths: LaunchWidths | None = None) -> Verdict:
     """Judge one layer natively, with what is known of its F32 scales and of the server's loader; a contract by the kernel alone.
 
     ``widths``: those that padding would give the layer; its own without them.
     """
     if target.is_contract:
-        return with_scales(layer, kernel_verdict(layer, target.contract, target.pairings, widths), checkpoint.scales)
+        return kernel_layer(checkpoint, target, target.contract, layer, widths)
     verdict = native_verdict(layer, target, checkpoint.config, widths)
     verdict = config_verdict(layer, verdict, target.title, checkpoint.quantization)
     verdict = with_hazards(checkpoint, target, layer, with_scales(layer, verdict, checkpoint.scales, target.title))
-    return _of_stated_sizes(checkpoint, verdict)
+    return _as_stated(checkpoint, verdict)
 
 
-def _of_stated_sizes(checkpoint: Subject, verdict: Verdict) -> Verdict:
-    """Take a yes back where config.json does not state the sizes that a server builds the model from."""
+def _as_stated(checkpoint: Subject, verdict: Verdict, activation: str = SILU) -> Verdict:
+    """Take a yes back where config.json does not state the sizes that a server builds the model from, or another activation."""
+    verdict = with_activation(checkpoint.config, verdict, (activation,))
     family = checkpoint.description.family
     if not (verdict.fused and family):
         return verdict
@@ -122,7 +134,7 @@ def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
     if isinstance(target, SlotTarget):
         own = tuple(map(_of_read_formats, layers, slot_verdicts(checkpoint, target)))
         judged = (with_hazards(checkpoint, target, d, v) for d, v in zip(layers, own, strict=True))
-        verdicts = tuple(_of_stated_sizes(checkpoint, v) for v in judged)
+        verdicts = tuple(_as_stated(checkpoint, v) for v in judged)
         needs = slot_needs(target, [d.routed.label for d in layers if d.routed])
         return _put_together(target, verdicts, whole(verdicts), slot_notes(description, target, verdicts), needs)
     question = ask_aiter(checkpoint.config, checkpoint.quant_config, checkpoint.quantization, target)
@@ -130,8 +142,8 @@ def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
         return _put_together(target, (question,) * len(layers), question)
     own = tuple(_of_read_formats(d, judge_layer(question, d)) for d in layers)
     judged = (with_hazards(checkpoint, target, d, v, question) for d, v in zip(layers, own, strict=True))
-    verdicts = tuple(_of_stated_sizes(checkpoint, v) for v in judged)
-    model = _of_stated_sizes(checkpoint, _model_with_unsafe_layers(judge_whole(layers, own), verdicts))
+    verdicts = tuple(_as_stated(checkpoint, v, question.family.activation) for v in judged)
+    model = _as_stated(checkpoint, _model_with_unsafe_layers(judge_whole(layers, own), verdicts), question.family.activation)
     needs = ", ".join((target.started_with, *question.conditions))
     return _put_together(target, verdicts, model, notes(question, layers, verdicts), needs)
 

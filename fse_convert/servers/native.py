@@ -28,6 +28,9 @@ WIDTHS = frozenset({"width-alignment", "width-ratio"})
 """Reasons that a conversion does away with."""
 KERNEL_GROUP = 32
 """Columns per scale in the kernel."""
+SILU = "silu"
+KERNEL = (SILU, "situ", "swigluoai")
+"""Values of ``hidden_act`` that DeepGEMM computes inside the launch (vLLM 0.33 fused_moe/deep_gemm_mega_moe.py:47-60)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,19 @@ def server_config_value(config: Mapping[str, Any], key: str) -> object:
     """
     sections = (*SECTIONS, "quantization_config") if key == "expert_dtype" else SECTIONS
     return next((value for name in sections if (value := place(config, name).get(key)) is not None), None)
+
+
+def with_activation(config: Mapping[str, Any], verdict: Verdict, computed: tuple[str, ...]) -> Verdict:
+    """Take a yes back where config.json names another activation than the fused path computes; ``computed``: those that it does.
+
+    Model code raises for any but silu: vLLM 0.33 models/deepseek_v4/nvidia/model.py:170, amd/model.py:132,
+    model_executor/models/deepseek_v2.py:278; SGLang 0.5.23 models/deepseek_v2.py:330, 720; 0.5.21 and vLLM 0.30 alike.
+    """
+    written = server_config_value(config, "hidden_act")
+    if not verdict.fused or written is None or written in computed:
+        return verdict
+    message = f"hidden_act is {written!r}: fused experts compute {' or '.join(computed)} alone"
+    return because(Outcome.REFUSED, "config-unsupported", message)
 
 
 def _config_refusals(config: Mapping[str, Any], target: Target) -> Iterator[Reason]:

@@ -135,7 +135,8 @@ class Target:
 
 V4_ONLY = frozenset({"deepseek_v4"})
 KIMI_K3 = frozenset({"kimi_k3"})
-VLLM = "SM100, --moe-backend deep_gemm_mega_moe, --enable-expert-parallel, TP 1 or sequence parallel"
+VLLM = "SM100, --moe-backend deep_gemm_mega_moe, --enable-expert-parallel, no pipeline parallelism"
+"""Then sequence parallelism, which fusion needs at TP > 1, is on (0.30 models/deepseek_v4/nvidia/model.py:1120, 0.33 :571)."""
 SGLANG = "SM100, --moe-a2a-backend megamoe"
 SGLANG_SCALES = (*E8M0_DTYPES, "F32")
 """SGLang loads scales as FP32 and rounds them to UE8M0 (0.5.23 layers/quantization/fp8.py:1694-1719)."""

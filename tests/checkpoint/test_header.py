@@ -85,6 +85,7 @@ REFUSED = {
     "header-entry 4": blob({"a": tensor(shape=(True, 4))}, b"1234"),
     "header-entry 5": blob({"a": tensor(shape=(-4,))}, b"1234"),
     "header-entry 6": blob({"a": tensor(shape=(2**64,), offsets=(0, 0))}),
+    "header-entry 7": blob({"a": {"shape": [4], "data_offsets": [0, 4]}}, b"1234"),
     "dtype-unknown": blob({"a": tensor("F8_E4M3FN")}, b"1234"),
     "tensor-size": blob({"a": tensor(shape=(5,))}, b"1234"),
     "tensor-size overflow": blob({"a": tensor(shape=(2**63, 4, 0), offsets=(0, 0))}),

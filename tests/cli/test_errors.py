@@ -39,14 +39,15 @@ KNOBS = {"layers": 1, "experts": 1, "mtp": 0}
 
 
 def conflicts(root: Path, run: Run) -> set[str]:
-    return {c["code"] for c in json.loads(run("inspect", root, "--json")[1])["conflicts"]}
+    found = json.loads(run("inspect", root, "--json")[1])
+    return {c["code"] for c in (*found["problems"], *found["conflicts"])}
 
 
 @pytest.mark.parametrize(
     ("package", "command", "code", "hint"),
     [
-        ("huggingface_hub", ["inspect", "hf://a/b"], "hub-missing", "pip install 'fse-convert[hub]'"),
-        ("ray", ["{source}", "{out}", "--ray", "auto"], "no-ray", "pip install 'fse-convert[ray]'"),
+        ("huggingface_hub", ["inspect", "hf://a/b"], "hub-missing", "pip install 'huggingface_hub>=1.0'"),
+        ("ray", ["{source}", "{out}", "--ray", "auto"], "no-ray", "pip install 'ray>=2.40'"),
     ],
 )
 def test_a_package_that_is_not_installed(

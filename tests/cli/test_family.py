@@ -119,3 +119,15 @@ def rename(config: dict[str, Any]) -> None:
     config["model_type"] = "newcomer"
     if "text_config" in config:
         config["text_config"]["model_type"] = "newcomer_text"
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_a_family_beside_a_model_type_that_is_known_is_said_to_be_unused(
+    command: str, made: Made, tmp_path: Path, run: Run
+) -> None:
+    words = (made("v4-flash"),) if command == "inspect" else (made("v4-flash"), tmp_path / "out", "--dry-run")
+    for family, told in (("GLM-4-MoE", True), ("DeepSeek-V4", False)):
+        code, text, _ = run(command, *words, "--family", family, "--json")
+        found = json.loads(text)
+        notes = [p["message"] for p in (*found["notes"], *found.get("conflicts", ())) if p["code"] == "option-unused"]
+        assert (code, notes) == (0, ["model type 'deepseek_v4' is known as DeepSeek-V4, so GLM-4-MoE is not used"] if told else [])

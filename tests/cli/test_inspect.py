@@ -143,7 +143,7 @@ def test_json_is_one_object_with_every_target_and_figure(run: Run, v41: Path) ->
     shared = found["costs"]["shared_per_rank"]
     assert shared["twice"] == 2 * shared["once"] == 4 * shared["sharded"]
     assert found["costs"]["padding"]["megamoe-512"]["new_width"] == 2560
-    assert found["advice"]["command"] == f"fse-convert {v41} {v41.name}-megamoe-512 --target megamoe-512 --tp 2"
+    assert found["advice"]["command"] == f"fse-convert {v41} {v41.name}-megamoe-512-tp-2 --target megamoe-512 --tp 2"
     assert found["quantization"]["weight_block_size"] == [32, 32]
 
 
@@ -333,16 +333,14 @@ def test_an_unknown_family_is_described_and_not_guessed(run: Run, source: Made, 
     assert run("inspect", root, "--require", "vllm-0.33")[0] == ExitCode.NO
 
 
-def test_a_contradicting_config_is_noted(run: Run, source: Made) -> None:
+def test_a_contradicting_config_is_refused(run: Run, source: Made) -> None:
     root = source()
     config = json.loads((root / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [128, 128]
     (root / "config.json").write_text(json.dumps(config))
-    code, out, _ = run("inspect", root)
-    assert code == ExitCode.OK
-    assert "note[config-block]: config.json: weight_block_size is [128, 128], experts are stored as FP8 32x32 E8M0" in " ".join(
-        out.split()
-    )
+    code, _, err = run("inspect", root)
+    assert code == ExitCode.INVALID
+    assert "error[config-block]: weight_block_size is [128, 128], experts are stored as FP8 32x32 E8M0" in err
     code, _, err = run(root, root.parent / "out", "--dry-run")
     assert code == ExitCode.INVALID
     assert "error[config-block]" in err
@@ -392,3 +390,28 @@ def test_why_scales_that_are_not_powers_of_two_stay(kind: str, told: bool, made:
     text = " ".join(run("inspect", made(kind))[1].split())
     assert ("F32 scale tensors that were read hold values that are not powers of two and stay as they are" in text) == told
     assert ("note[scales-kept]: " in text) == told
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (lambda fse: edit(fse / "manifest.json", '"from": 384', '"from": 448'), "manifest-damaged"),
+        (lambda fse: (fse / "manifest.json").write_text("{"), "manifest-damaged"),
+        (lambda fse: next(fse.glob("shared-*")).unlink(), "sidecar-incomplete"),
+        (lambda fse: (fse / "model.safetensors.index.json").write_text("[]"), "manifest-invalid"),
+    ],
+    ids=["manifest edited", "manifest cut", "no shard", "index"],
+)
+def test_a_damaged_sidecar_is_an_error(damage: Callable[[Path], object], code: str, output: Made, run: Run) -> None:
+    out = output()
+    assert run("inspect", out, "--require", "megamoe-512")[0] == 0
+    damage(out / "fse")
+    for gate in ((), ("--require", "megamoe-512")):
+        exit_code, text, _ = run("inspect", out, *gate, "--json")
+        assert (exit_code, [p["code"] for p in json.loads(text)["problems"]]) == (3, [code])
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))

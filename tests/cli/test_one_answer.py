@@ -23,6 +23,10 @@ def in_config(**changes: Any) -> Callable[[Path], None]:
     return lambda root: edit_config(root, change)
 
 
+def in_quantization(**changes: Any) -> Callable[[Path], None]:
+    return lambda root: edit_config(root, lambda config: config["quantization_config"].update(changes))
+
+
 REFUSED: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     "stacks of another program": (
         0, "expert-outside", lambda r: rename(r, f"{EXPERT}.w1.weight", "layers.0.mlp.switch_mlp.gate_proj.weight", keep=True),
@@ -33,7 +37,15 @@ REFUSED: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     "adapters": (0, "expert-unknown", lambda r: rename(r, f"{EXPERT}.w1.weight", f"{EXPERT}.w1.lora_A.weight", keep=True)),
     "one odd matrix": (3, "matrix-odd", lambda r: retype(r, f"{EXPERT}.w1.weight", dtype="F8_E5M2")),
     "kernel layout": (3, "already-converted", lambda r: rename(r, "norm.weight", "layers.0.ffn.experts.shared_l1_weight")),
-    "lowered depth": (0, "config-layers", in_config(num_hidden_layers=1)),
+    "lowered depth": (3, "config-layers", in_config(num_hidden_layers=1)),
+    "no layers": (3, "config-value", in_config(num_hidden_layers=-1)),
+    "no hidden size": (3, "config-value", in_config(hidden_size=0)),
+    "more experts per token than there are": (3, "config-value", in_config(num_experts_per_tok=99)),
+    "a list where loaders take one width": (3, "config-value", in_config(moe_intermediate_size=[256, 256])),
+    "a number of MTP layers in quotes": (3, "config-value", in_config(num_nextn_predict_layers="1")),
+    "a block in quotes": (3, "block-size-invalid", in_quantization(weight_block_size="128")),
+    "a format of scales that is a number": (3, "config-value", in_quantization(scale_fmt=5)),
+    "dense layers that have experts": (3, "config-dense", in_config(mlp_layer_types=["moe", "dense"])),
     "unknown family": (0, "family-unknown", in_config(model_type="newcomer", architectures=["Newcomer"])),
 }  # fmt: skip
 """Exit code of inspect, the code of the error, and the change."""
@@ -78,11 +90,11 @@ def test_what_inspect_notes_convert_notes_too(
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "n_routed_experts"])
-def test_a_size_that_is_no_integer_is_no_yes_of_a_server(key: str, source: Callable[..., Path], tmp_path: Path, run: Run) -> None:
+def test_a_size_that_is_not_stated_is_no_yes_of_a_server(key: str, source: Callable[..., Path], tmp_path: Path, run: Run) -> None:
     root = source("v4-flash", layers=2)
-    edit_config(root, lambda config: config.update({key: str(config[key])}))
+    edit_config(root, lambda config: config.pop(key))
     assert run("inspect", root, "--require", "vllm-0.33")[0] == 1
     code, _, err = run(root, tmp_path / "out", "--target", "vllm-0.33", "--verify", "none")
-    assert (code, "expected an integer" in err) == (1, True)
+    assert (code, f"there is no {key}" in err) == (1, True)
     assert run(root, tmp_path / "out", "--target", "vllm-0.33", "--verify", "none", "--allow-unfused")[0] == 0
     assert run("inspect", tmp_path / "out", "--require", "vllm-0.33")[0] == 1

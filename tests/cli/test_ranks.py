@@ -37,8 +37,8 @@ def test_padded_proved_and_restored(
     root, out, back = made(kind, **knobs), tmp_path / "out", tmp_path / "back"
     said = json.loads(run("inspect", root, "--tp", 8, "--json")[1])["ranks"]
     assert said["needed"] == width
-    words = [str(out) if word == "OUT" else word for word in shlex.split(said["command"])[1:]]
-    code, text, err = run(*words)
+    source, _, *options = shlex.split(said["command"])[1:]
+    code, text, err = run(source, out, *options)
     assert code == 0, err
     own = ", shared 384 -> 384" * (kind == "qwen3.5-quark")  # in BF16, which eight ranks share as it is
     assert f"width {said['width']} -> {width}{own}, for tensor parallelism 8" in text

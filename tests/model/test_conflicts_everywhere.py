@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from fse_convert.model.consistency import UNFIT
+
 Made = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
 
@@ -75,12 +77,15 @@ def link_shards(source: str, copy: str) -> None:
 def test_a_conflict_is_refused_by_both_and_the_right_value_by_neither(
     where: str, key: str, right: object, wrong: object, code: str, method: str, made: Made, tmp_path: Path, run: Run
 ) -> None:
-    for value, gate, conversion, expected in ((wrong, 1, 3, {code}), (right, 0, 0, set())):
+    broken = 3 if code in UNFIT else 1
+    for value, gate, conversion, expected in ((wrong, broken, 3, {code}), (right, 0, 0, set())):
         root = tmp_path / f"source {gate}"
         shutil.copytree(made(layers=1, mtp=0), root, copy_function=link_shards)
         write(root, where, key, value, method)
         exit_code, text, _ = run("inspect", root, "--require", TARGET, "--json")
-        assert (exit_code, {c["code"] for c in json.loads(text)["conflicts"]} & {code}) == (gate, expected)
+        found = json.loads(text)
+        assert (exit_code, {c["code"] for c in (*found["problems"], *found["conflicts"])} & {code}) == (gate, expected)
+        assert run("inspect", root)[0] == (gate if gate == 3 else 0), "without a gate too, where nothing mends it"
         exit_code, text, _ = run(root, tmp_path / "out", "--target", TARGET, "--allow-unfused", "--dry-run", "--json")
         mended = value is wrong and (key, where) in MENDED
         assert exit_code == (0 if mended else conversion)

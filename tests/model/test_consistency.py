@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import Problem
-from fse_convert.model.consistency import covered, expected_layers
+from fse_convert.model.consistency import covered, dense_conflicts, expected_layers
 from fse_convert.model.families.find import find_family
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.testing.memory import PROJ, Model, Tensors, description_of, expert, subject_of
@@ -184,7 +184,7 @@ def _expected(model_type: str, config: dict[str, Any], first: int = 1) -> list[i
     found = {"model_type": model_type, "moe_intermediate_size": 8, **config}
     family = find_family(found)
     assert family is not None
-    return sorted(expected_layers(family, found, [MoELayer("x", LayerKind.DECODER, first, (), None, None, ())]))
+    return sorted(expected_layers(family, found, [MoELayer("x", LayerKind.DECODER, first, (), None, None, ())]) or ())
 
 
 @pytest.mark.parametrize(
@@ -220,6 +220,48 @@ def test_dense_layers_are_no_gap() -> None:
     config = {"model_type": "deepseek_v3", "n_routed_experts": 2, "moe_intermediate_size": 256, "num_hidden_layers": 3}
     assert gaps({**config, "first_k_dense_replace": 1}, tensors) == []
     assert gaps({**config, "first_k_dense_replace": 0}, tensors) != []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "dense"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 1}, []),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, [1]),
+        ("deepseek_v3", {"first_k_dense_replace": None, "moe_layer_freq": None}, []),
+        ("deepseek_v3", {"first_k_dense_replace": 1, "moe_layer_freq": 2}, [1]),
+        ("minimax_m3", {"moe_layer_freq": [0, 1, 0]}, [2]),
+        ("minimax_m3", {"moe_layer_freq": [0, 1, 1]}, []),
+        ("qwen3_moe", {"mlp_only_layers": [0, 2]}, [2]),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, []),
+        ("qwen3_moe", {"decoder_sparse_step": 3}, [1]),
+        ("glm_moe_dsa", {"mlp_layer_types": ["dense", "dense", "sparse"]}, [1]),
+        ("deepseek_v4", {"first_k_dense_replace": 9}, []),
+        ("llama4", {"mlp_only_layers": [1, 2]}, []),
+    ],
+)
+def test_layers_with_experts_that_the_config_calls_dense(model_type: str, keys: dict[str, Any], dense: list[int]) -> None:
+    config = {"model_type": model_type, "num_hidden_layers": 3, "moe_intermediate_size": 8, **keys}
+    family = find_family(config)
+    assert family is not None
+    layers = [MoELayer(f"layers.{i}.mlp", LayerKind.DECODER, i, (), None, None, ()) for i in (1, 2)]
+    found = list(dense_conflicts(family, config, layers))
+    assert [p.code for p in found] == ["config-dense"] * bool(dense)
+    assert all(f"layers.{i}.mlp" in p.message and next(iter(reversed(keys))) in p.message for p in found for i in dense)
+
+
+def test_an_entry_per_layer_is_there_for_all_of_them() -> None:
+    config = {"model_type": "minimax_m3", "num_hidden_layers": 3, "moe_intermediate_size": 8, "moe_layer_freq": [1, 1]}
+    family = find_family(config)
+    assert family is not None
+    (found,) = dense_conflicts(family, config, [MoELayer("x", LayerKind.DECODER, 1, (), None, None, ())])
+    assert (found.code, found.message) == ("config-value", "moe_layer_freq is [1, 1], expected an entry for each of 3 layers")
+
+
+def test_a_layer_with_more_experts_than_the_others() -> None:
+    model = Model(layers=3, experts=4)
+    tensors = model.tensors() | expert("layers.1.ffn.experts.4", "mxfp4", model.width, model.hidden)
+    (gap,) = gaps(model.full_config(), tensors)
+    assert gap.startswith("experts-extra: 1 of 3 decoder layers have another number of routed experts: 5 routed experts in")
 
 
 def test_convert_and_inspect_refuse_what_is_incomplete(source: Source, tmp_path: Path, run: Run) -> None:

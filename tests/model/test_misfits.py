@@ -94,7 +94,7 @@ def test_experts_of_two_widths_are_told_with_both() -> None:
     tensors = m.tensors() | {n: t for e in (2, 3) for n, t in expert(f"layers.0.ffn.experts.{e}", "bf16", 128, 512).items()}
     (problem,) = description_of(m.full_config(), tensors).problems
     assert problem.code == "experts-differ"
-    assert "BF16, 128 wide, but layers.0.ffn.experts.0 is BF16, 256 wide" in problem.message
+    assert "BF16 [128, 512] (weight BF16), but layers.0.ffn.experts.0.w1 is BF16 [256, 512] (weight BF16)" in problem.message
     assert problem.where == "layers.0.ffn.experts.2.w1 and 1 more"
 
 
@@ -114,4 +114,13 @@ def test_experts_without_a_gate_may_differ_too() -> None:
         tensors |= expert(f"backbone.layers.0.mixer.experts.{e}", "bf16", width, 512, ("", "up_proj", "down_proj"))
     (problem,) = description_of({"model_type": "nemotron_h", "num_hidden_layers": 1}, tensors).problems
     assert (problem.code, problem.where) == ("experts-differ", "backbone.layers.0.mixer.experts.1.up_proj")
-    assert problem.message.startswith("BF16, 256 wide, but backbone.layers.0.mixer.experts.0 is BF16, 128 wide")
+    assert "[256, 512] (weight BF16), but backbone.layers.0.mixer.experts.0.up_proj is BF16 [128, 512]" in problem.message
+
+
+def test_experts_that_differ_in_labels_alone_are_told_apart() -> None:
+    m = model()
+    tensors = {n: t for n, t in m.tensors().items() if not n.startswith("layers.0.ffn.experts.2.")}
+    (problem,) = description_of(m.full_config(), tensors | expert("layers.0.ffn.experts.2", "mxfp4-u8", 256, 512)).problems
+    mine, _, theirs = problem.message.partition(": ")[0].partition(", but layers.0.ffn.experts.0.w1 is ")
+    assert (problem.code, problem.where) == ("experts-differ", "layers.0.ffn.experts.2.w1")
+    assert (mine, theirs) == ("MXFP4 [256, 512] (weight U8, weight_scale U8)", "MXFP4 [256, 512] (weight I8, scale F8_E8M0)")

@@ -352,3 +352,9 @@ def test_what_vllm_refuses_to_build(scheme: dict[str, Any], error: str) -> None:
 )
 def test_what_is_outside_the_rules_is_said_to_be(scheme: Any) -> None:
     assert instead(of(scheme))[0] is Outcome.UNKNOWN
+
+
+@pytest.mark.parametrize("value", [5, {}, ["fp4"], True])
+def test_an_expert_dtype_of_another_type_is_none_that_is_stored(value: object) -> None:
+    """`--heal` and a server as target write it anew, so it is a conflict like any other word."""
+    assert of({**FP8, "expert_dtype": value}).expert_dtype == str(value)

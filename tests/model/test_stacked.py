@@ -90,7 +90,7 @@ AT = "model.layers.0.mlp.experts."
     [
         ({f"{AT}gate_up_proj": ("BF16", (EXPERTS, 64, 66))}, ["expert-shape"]),  # the other orientation
         ({f"{AT}gate_up_proj": ("BF16", (EXPERTS, 67, 64))}, ["expert-shape"]),  # no two halves
-        ({f"{AT}gate_up_proj": ("BF16", (EXPERTS + 1, 66, 64))}, ["expert-shape", "experts-missing"]),
+        ({f"{AT}gate_up_proj": ("BF16", (EXPERTS + 1, 66, 64))}, ["expert-shape", "experts-extra"]),
         ({f"{AT}gate_up_proj": ("BF16", (66, 64))}, ["experts-stacked", "projection-missing"]),
         ({f"{AT}gate_up_proj": ("I32", (EXPERTS, 66, 8))}, ["matrix-odd"]),
         ({f"{AT}gate_up_proj_zero": ("BF16", (EXPERTS, 66, 1))}, ["experts-stacked"]),
@@ -108,6 +108,13 @@ def test_what_is_not_the_familys_layout_is_told(change: dict[str, Any], expected
     found = described(CASES[0], edit)
     assert codes(found) == expected
     assert all(p.where.startswith("model.layers.0.mlp") for p in found.problems)
+
+
+def test_stacks_that_make_no_mlp_are_told_as_they_are_stored() -> None:
+    turned: Tensors = {f"{AT}gate_up_proj": ("BF16", (EXPERTS, 64, 66))}
+    (problem,) = described(CASES[0], lambda tensors: tensors.update(turned)).problems
+    assert problem.message == f"{AT}gate_up_proj [{EXPERTS}, 64, 66] and {AT}down_proj [{EXPERTS}, 64, 33] do not make one MLP"
+    assert "rows and columns" in problem.hint
 
 
 def test_a_layer_with_fewer_experts_than_the_others_is_a_gap() -> None:

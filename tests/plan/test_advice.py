@@ -136,7 +136,7 @@ def test_a_command_is_advised_only_if_it_runs(width: int) -> None:
     assert target is not None
     assert plans(Options(target)) is None
     found = advise(about, judge(about), plans)
-    assert found.command == "fse-convert CHECKPOINT CHECKPOINT-megamoe-512 --target megamoe-512 --allow-unfused"
+    assert found.command == "fse-convert CHECKPOINT CHECKPOINT-megamoe-512-allow-unfused --target megamoe-512 --allow-unfused"
     assert plans(Options(target, allow_unfused=True)) is not None
 
 

@@ -333,8 +333,8 @@ def test_a_list_per_modality_is_named_in_full_and_not_edited() -> None:
 def test_a_width_that_is_no_integer_is_not_edited(value: object) -> None:
     model = next(m for m in MODELS if m.model_type == "deepseek_v3")
     problems = refused({"model_type": "deepseek_v3", **COUNTS, "moe_intermediate_size": value}, model.tensors())
-    assert [p.code for p in problems] == ["config-key"]
-    assert f"moe_intermediate_size is {value}" in problems[0].message
+    assert [p.code for p in problems] == ["config-value"]
+    assert f"moe_intermediate_size is {value!r}, expected an integer" in problems[0].message
 
 
 @pytest.mark.parametrize(

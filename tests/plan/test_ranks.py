@@ -56,7 +56,7 @@ def test_a_width_that_no_server_cuts_into_whole_blocks() -> None:
         ("TP 8: SGLang refuses routed experts, 192 wide per rank, not whole blocks of 128.", ""),
         (
             f"{smallest}: {size(2 * 3 * matrix)} more on disk, 33 % more expert arithmetic.",
-            "fse-convert 'my model' OUT --tp 8",
+            "fse-convert 'my model' 'my model-tp-8' --tp 8",
         ),
     ]
 
@@ -144,7 +144,7 @@ def test_inspect_prints_the_answer_and_its_record_has_it(made: Made, run: Run) -
         "width": 384,
         "needed": 1024,
         "bytes": 3 * 3 * 3 * 640 * 512 * 17 // 32,
-        "command": f"fse-convert {root} OUT --tp 8",
+        "command": f"fse-convert {root} {root.name}-tp-8 --tp 8",
     }
     assert json.loads(run("inspect", root, "--json")[1])["ranks"] is None
 

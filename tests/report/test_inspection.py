@@ -227,7 +227,7 @@ def test_a_row_names_all_its_releases_and_a_hint_one_that_works() -> None:
 @pytest.mark.parametrize("form", ["text", "markdown", "github", "json"])
 @pytest.mark.parametrize("fault", ["unknown family", "unreadable config", "contradiction", "missing shard"])
 def test_no_form_says_yes_to_what_is_not_understood(fault: str, form: str, source: Made, run: Run, tmp_path: Path) -> None:
-    """Neither a yes nor a no: unknown where nothing is understood, unsafe where a server would not load the tensors."""
+    """Neither a yes nor a no."""
     root = source()
     if fault == "unknown family":
         edit_config(root, lambda config: config.update(model_type="newcomer", text_config={"model_type": "newcomer"}))
@@ -239,16 +239,15 @@ def test_no_form_says_yes_to_what_is_not_understood(fault: str, form: str, sourc
         sorted(root.glob("*.safetensors"))[-1].unlink()
     plain = run("inspect", root, "--format", form, "--html", tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
-    assert plain[0] == {"unknown family": 0, "contradiction": 0}.get(fault, 3)
+    assert plain[0] == {"unknown family": 0}.get(fault, 3)
     code, out, err = run("inspect", root, "--format", form, "--require", "vllm-0.33")
-    assert code == {"unknown family": 1, "contradiction": 1}.get(fault, 3)
+    assert code == {"unknown family": 1}.get(fault, 3)
     for shown in (plain[1], out, page):
         assert not re.search(r"█|:white_check_mark:|class=\"fused\"|mark fused|\bPassed\b|\"verdict\": \"fused\"", shown)
         assert "no-moe-layers" not in shown
     if form == "json":
-        word = "unsafe" if fault == "contradiction" else "unknown"
         found = json.loads(plain[1])["targets"]
-        assert word in {t["verdict"] for t in found}
+        assert "unknown" in {t["verdict"] for t in found}
         assert all(t["reasons"] for t in found)
-        assert fault == "contradiction" or {t["verdict"] for t in found} <= {"unknown", "unfused", "refused", "unsafe"}
+        assert {t["verdict"] for t in found} <= {"unknown", "unfused", "refused", "unsafe"}
     assert "error[not-fused]: vllm-0.33 " in err

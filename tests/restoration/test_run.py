@@ -146,13 +146,14 @@ def damage_config(out: Path) -> None:
         (lambda out: flip(next(out.glob("model-00003*")), -1), "tensor-damaged"),
         (lambda out: flip(next(out.glob("model-00001*")), -1), "tensor-damaged"),
         (lambda out: flip(out / "tokenizer_config.json", 3), "file-damaged"),
+        (lambda out: (out / "generation.json").write_text("{}"), "file-unexpected"),
         (damage_manifest, "manifest-damaged"),
         (damage_index, "original-unknown"),
         (damage_config, "original-unknown"),
     ],
-    ids=["a rewritten shard", "a carried shard", "another file", "the manifest", "the index", "config"],
+    ids=["a rewritten shard", "a carried shard", "another file", "a file more", "the manifest", "the index", "config"],
 )
-def test_a_damaged_output_is_not_restored(damage: Callable[[Path], None], code: str, out: Path, tmp_path: Path, run: Run) -> None:
+def test_a_damaged_output_is_not_restored(damage: Callable[[Path], object], code: str, out: Path, tmp_path: Path, run: Run) -> None:
     damage(out)
     status, _, err = run("restore", out, tmp_path / "original")
     assert status == 1

@@ -97,6 +97,20 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
     ("F32 scales in both", fp8("fp8-128-f32-scale"), "fp8-slot-e8m0", {}),
     ("the official V4", Model(shared="fp8-128"), "aiter-fp4-overlooked", dict.fromkeys(AITER[1:4], "xxx")),
     ("V4 with FP8 experts", fp8("fp8-128-f32-scale"), "aiter-fp4-overlooked", {}),
+    (
+        "a drafter of five layers, of which one is there",
+        Model(config={"num_nextn_predict_layers": 5}),
+        "drafter-short",
+        dict.fromkeys(["vllm-0.31", "vllm-0.32", "vllm-0.33", "vllm-0.33-aiter-mega"], "ffx")
+        | {f"vllm-{n}-aiter{kernel}": "uux" for n in ("0.30", "0.31", "0.32") for kernel in ("", "-fhmoe")},
+    ),
+    (
+        "DSpark, whose number of layers V4's class does not read",
+        Model(config={"num_nextn_predict_layers": 5, "dspark_target_layer_ids": [1]}),
+        "drafter-short",
+        {},
+    ),
+    ("a drafter of which more is there than is promised", Model(mtp=3), "drafter-short", {}),
     ("V4 by Quark", quark(), "aiter-fp4-overlooked", {}),
     ("V4 by Quark, scales under their native name", quark("mxfp4", routed="mxfp4"), "aiter-fp4-overlooked", {}),
     ("MXFP4 in both, scales under Quark's name", QUARKS_NAMES, "aiter-fp4-overlooked", {}),

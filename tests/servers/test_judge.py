@@ -12,6 +12,7 @@ from fse_convert.servers.judge import ALL_TARGETS, Answer, Question, judge, whol
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
 from fse_convert.testing.memory import PROJ, Model, Tensors, expert, subject_of
+from tests.model.families.releases import RELEASES, config_of, tensors_of
 
 QUARK_FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}, "input_tensors": {"dtype": "fp4"}}
 MTP_FP8 = {"re:mtp\\.0\\.ffn\\.shared_experts\\..*": {"weight": {"dtype": "fp8_e4m3"}}}
@@ -295,3 +296,29 @@ def test_a_reason_is_the_same_in_every_layer(scheme: dict[str, Any]) -> None:
     ]
     assert reasons
     assert {r.message.count("layers.*.") for r in reasons} == {1}
+
+
+@pytest.mark.parametrize("written", ["gelu", "silu", None, 5])
+def test_another_activation_than_the_fused_path_computes_is_no_yes(written: object) -> None:
+    """In vLLM and SGLang the model code raises for it, and DeepGEMM knows none of that name."""
+    about = Model(shared="fp8-128", config={"hidden_act": written}).subject()
+    usual = {a.name for a in judge(Model(shared="fp8-128").subject()) if a.fused}
+    found = judge(about)
+    assert {a.name for a in found if a.fused} == (usual if written in ("silu", None) else set())
+    for a in (a for a in found if a.name in usual and not a.fused):
+        assert (a.model.outcome, [r.code for r in a.model.reasons]) == (Outcome.REFUSED, ["config-unsupported"])
+
+
+def test_the_kernel_computes_more_activations_than_the_servers_model_code() -> None:
+    for written, kernel in (("swigluoai", True), ("situ", True), ("relu2", False)):
+        about = Model(config={"hidden_act": written}).subject()
+        assert (ask(about, "megamoe-128").fused, ask(about, "vllm-0.33").fused) == (kernel, False)
+
+
+def test_minimax_m3_has_an_activation_of_its_own() -> None:
+    (release,) = (r for r in RELEASES if r.model_type == "minimax_m3_vl")
+    for written, fused in ((None, True), ("swigluoai", True), ("silu", False)):
+        config = config_of(release)
+        config["text_config"]["hidden_act"] = written
+        (answer,) = (a for a in judge(subject_of(config, tensors_of(release))) if a.name == "vllm-0.33-aiter")
+        assert answer.fused is fused

@@ -24,9 +24,9 @@ SPARSE = "block_sparse_moe"
 class Sparse:
     """The keys that say which decoder layers have experts; None: the family has no such key.
 
-    Layer i has some from ``first`` to ``last`` if ``i + ahead`` is a multiple of ``step``, unless ``dense`` lists it. ``step`` may
-    also hold a flag per layer. ``words``: keys that hold a word or a letter per layer, of which those in `MOE_WORDS` mean experts;
-    they decide before all others, as transformers 5 writes ``mlp_layer_types``.
+    Layer i has some from ``first`` to ``last`` if ``i + ahead`` is a multiple of ``step``, unless ``dense`` lists it. ``flags``:
+    ``step`` may hold a flag per layer too. ``words``: keys that hold a word or a letter per layer, of which those in `MOE_WORDS`
+    mean experts; they decide before all others, as transformers 5 writes ``mlp_layer_types``.
     """
 
     first: str | None = None
@@ -34,6 +34,7 @@ class Sparse:
     step: str | None = None
     ahead: int = 0
     dense: str | None = None
+    flags: bool = False
     words: tuple[str, ...] = ("mlp_layer_types",)
 
 
@@ -141,7 +142,7 @@ class Family:
     * ``depth_keys``, ``n_routed_keys``, ``n_shared_keys``: names of the number of decoder layers, of routed and of shared experts;
       without a name for shared experts there is one.
     * ``hidden_key``: the length of the experts' input.
-    * ``per_modality``: numbers of experts may be lists with one per modality.
+    * ``lists``: per what loaders take lists of widths and numbers of experts: ``layer``, ``modality``, or empty for none.
     * ``stacked``: tensors that hold all routed experts of a layer, where some release has them.
     * ``fused``: gate and up of a shared MLP as one matrix, ``[2 S, H]``, by its name below the module.
     * ``mtp_key``: the number of MTP layers.
@@ -167,7 +168,7 @@ class Family:
     n_routed_keys: tuple[str, ...] = ("n_routed_experts",)
     n_shared_keys: tuple[str, ...] = ("n_shared_experts",)
     hidden_key: str = "hidden_size"
-    per_modality: bool = False
+    lists: str = ""
     stacked: tuple[Stack, ...] = ()
     fused: tuple[Stack, ...] = ()
     mtp_key: str | None = "num_nextn_predict_layers"
@@ -225,7 +226,7 @@ class Family:
     def _number(self, key: str, value: object) -> int | None:
         """Return an integer: itself, a list of equal ones (one per layer), the sum of a list per modality; None of others."""
         if isinstance(value, list) and value and all(type(v) is int for v in value):
-            if self.per_modality and key in (*self.n_routed_keys, *self.n_shared_keys):
+            if self.lists == "modality" and key in (*self.n_routed_keys, *self.n_shared_keys):
                 return sum(value)
             value = value[0] if len(set(value)) == 1 else None
         return value if type(value) is int else None

@@ -59,7 +59,7 @@ ROUTED_ONLY: tuple[Family, ...] = (
         mtp=r"model\.mtp\.layers",
         n_routed_keys=("n_routed_experts",),
         mtp_key="num_nextn_predict_layers",
-        sparse=Sparse(step="moe_layer_freq"),
+        sparse=Sparse(step="moe_layer_freq", flags=True),
     ),
     replace(
         QWEN3_MOE,

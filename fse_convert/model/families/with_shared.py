@@ -78,7 +78,7 @@ ERNIE = Family(
     mtp=r"model\.mtp_\w+",
     n_routed_keys=("moe_num_experts",),
     n_shared_keys=("moe_num_shared_experts",),
-    per_modality=True,
+    lists="modality",
     # transformers 5.24 ernie4_5_moe/modeling_ernie4_5_moe.py
     sparse=Sparse(first="moe_layer_start_index", last="moe_layer_end_index", step="moe_layer_interval", ahead=1),
 )
@@ -144,7 +144,7 @@ SHARED: tuple[Family, ...] = (
         readings=(Width(EITHER.key, Share.ONE_SHARED),),  # of vLLM and SGLang, where transformers reads the key above
         n_routed_keys=("num_local_experts",),
         mtp_key="num_mtp_modules",
-        sparse=Sparse(step="moe_layer_freq"),
+        sparse=Sparse(step="moe_layer_freq", flags=True),
     ),
     Family(
         name="Kimi-Linear",
@@ -202,6 +202,7 @@ SHARED: tuple[Family, ...] = (
         shared="shared_mlp",
         n_routed_keys=("num_experts",),
         n_shared_keys=("num_shared_expert",),
+        lists="layer",
         mtp_key=None,
         sparse=None,
     ),

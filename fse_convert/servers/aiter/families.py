@@ -41,7 +41,8 @@ class AiterFamily:
     ``text_config`` as if it stood at the top level. ``v4``: DeepSeek-V4's class, which alone has AITER MegaMoE and heterogeneous
     fusion, and whose drafter re-keys ``mtp.N`` since 0.33. ``needs`` are conditions outside the checkpoint, for people. ``since``
     None: the class never fuses this way. ``exists_since``: the first release that has the class. ``names_since``: the first
-    release whose class has the two mappings; before, ``packed`` and ``renames`` are empty.
+    release whose class has the two mappings; before, ``packed`` and ``renames`` are empty. ``activation``: the one
+    ``hidden_act`` that the class takes.
     """
 
     name: str
@@ -59,6 +60,7 @@ class AiterFamily:
     since: str | None = "0.29"
     exists_since: str = "0.29"
     names_since: str = "0.29"
+    activation: str = "silu"
 
 
 DEEPSEEK_V4 = AiterFamily(
@@ -152,6 +154,7 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
     ),
     AiterFamily(
         name="MiniMax-M3",
+        activation="swigluoai",
         source="models/minimax_m3/amd/model.py",
         architectures=("MiniMaxM3SparseForCausalLM",),
         model_types=("minimax_m3", "minimax_m3_text"),
@@ -161,6 +164,7 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
     ),
     AiterFamily(
         name="MiniMax-M3 (vision)",
+        activation="swigluoai",
         source="models/minimax_m3/amd/model.py",
         architectures=("MiniMaxM3SparseForConditionalGeneration",),
         model_types=("minimax_m3_vl",),
