@@ -26,8 +26,10 @@ from fse_convert.verification.storage import Output, prove_alone, prove_storage
 
 SEEDS = range(int(os.environ.get("FSE_MUTATION_SEEDS", "1")))
 """How often every way to damage an output is tried, each time elsewhere; `make mutations` sets it."""
-NO_CHANGE = {("tool", "version"), ("arguments", "allow_unfused")}
-"""Places of a manifest that may differ: another version is noted, and unfused layers may pass where there are none."""
+NO_CHANGE = {("tool", "version"), ("arguments", "allow_unfused"), ("arguments", "tp")}
+"""Places of a manifest that may differ: another version is noted, unfused layers may pass where there are none, and two ranks need
+the widths that one does, so that the same output is stated in another way.
+"""
 
 
 @dataclass(frozen=True)
