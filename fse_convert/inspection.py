@@ -120,7 +120,7 @@ def inspect(
         conflicts,
         (*checkpoint.notes, *left_out, *_kept_scales(source.scales)),
         reading.converted,
-        Offers() if broken or reading.converted else make_offers(asked, plans, source, serving.tp),
+        Offers() if broken or reading.converted else make_offers(asked, source, serving.tp),
         None if broken else ranks(about, plans, serving.tp, folder.label),
     )
 

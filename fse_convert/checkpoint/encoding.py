@@ -21,7 +21,7 @@ def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str] | None
 
 def header_entry(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
     """Return one tensor's entry in a header; ``[start, end)`` are bytes of the payload."""
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    return {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
 
 
 def header_entries(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Any]:

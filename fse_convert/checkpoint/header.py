@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
+import msgspec
+
 from fse_convert.errors import InvalidCheckpoint, Problem
 
 MAX_HEADER = 100_000_000
@@ -110,7 +112,7 @@ def _plain_header(raw: bytes, payload: int, shard: str) -> Header | None:
     if any(odd in raw for odd in (b"true", b"false", b"null", b"-", b"\\")):
         return None
     try:
-        entries = json.loads(raw.decode("utf-8"), parse_float=_not_plain, parse_constant=_not_plain)
+        entries = _PLAIN.decode(raw)
         metadata = entries.pop(METADATA, {})
         keys = bool(metadata) + len(entries) + len(metadata)
         if not all(type(v) is str for v in metadata.values()):
@@ -138,8 +140,8 @@ def _plain_tensors(entries: dict[str, Any], payload: int, shard: str) -> tuple[l
         if start != at or end - start != found[2]:
             raise ValueError
         keys += len(entry)
+        tensors.append(new(TensorInfo, (name, shard, found[0], found[1], at, end)))  # `at`, not another object of that value
         at = end
-        tensors.append(new(TensorInfo, (name, shard, found[0], found[1], start, end)))
     if at != payload:
         raise ValueError
     return tensors, keys
@@ -157,6 +159,8 @@ def _plain_size(dtype: object, shape: object) -> tuple[str, tuple[int, ...], int
 def _not_plain(_text: str) -> NoReturn:
     raise ValueError
 
+
+_PLAIN = msgspec.json.Decoder(float_hook=_not_plain)
 
 RELOAD = "the file is truncated or damaged: download it again"
 NOT_SAFETENSORS = "is it a safetensors file at all?"

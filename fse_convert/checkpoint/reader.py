@@ -296,7 +296,8 @@ class _CheckpointReader:
     def _tensors(self, shards: tuple[Shard, ...]) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
         for shard in shards:
-            twice = [t.name for t in shard.header.tensors if t.name in tensors]
+            own = {t.name: t for t in shard.header.tensors}
+            twice = [] if tensors.keys().isdisjoint(own) else [name for name in own if name in tensors]
             if twice and INDEX not in self.unread:  # without an index, leftovers cannot be told from duplicates
                 first = tensors[twice[0]].shard
                 hint = "a server takes whichever it reads last: keep one copy of each (vllm-project/vllm#54230)"
@@ -306,7 +307,7 @@ class _CheckpointReader:
                     shard.name,
                     hint,
                 )
-            tensors.update((t.name, t) for t in shard.header.tensors)
+            tensors.update(own)
         return tensors
 
     def _check_index(self, weight_map: dict[str, str], tensors: dict[str, TensorInfo], read: set[str]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fse_convert.checkpoint.reader import garbage_collection_paused
 from fse_convert.cli.app import cli
 from fse_convert.cli.options import (
     CHECKPOINT,
@@ -158,8 +159,9 @@ def convert(
         part=part,
         ray=ray,
     )
-    job = Conversion(request)
-    gc.freeze()  # the plan lives as long as the process: a million tensors are not to be walked again and again
+    with garbage_collection_paused():
+        job = Conversion(request)
+        gc.freeze()  # the plan lives as long as the process: a million tensors are not to be walked again and again
     notes = job.notes  # they may refuse the source, so also before JSON, which has them
     for note in () if as_json else notes:
         log.note(note)

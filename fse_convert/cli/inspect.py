@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from fse_convert.checkpoint.reader import garbage_collection_paused
 from fse_convert.cli.app import cli
 from fse_convert.cli.options import CHECKPOINT, FORMS, complete_target, family_option, json_option, log_options
 from fse_convert.errors import ExitCode, environment
@@ -77,12 +79,13 @@ def inspect(
     if html:
         with environment(html):
             check_page(html, checkpoint)
-    with environment(checkpoint):
+    with environment(checkpoint), garbage_collection_paused():
         folder = inspection.open_folder(checkpoint)
         names = frozenset((*target, *require)) if target else frozenset()
         found = inspection.inspect(
             folder, Serving(tp, ep), names, thorough=bool(require), family=family, drafter=not without_drafter
         )
+        gc.freeze()  # as in convert
     view = View(found, target, require)
     _print(view, "json" if as_json else format_name)
     if html:

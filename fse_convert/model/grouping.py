@@ -121,11 +121,10 @@ class _Grouper:
             projection, _, suffix = rest.partition(".")
             if projection not in names or not _is_part(suffix):
                 self._odd(block, info, tail)
-                continue
-            try:
-                block.routed[expert][projection][suffix] = info
-            except KeyError:
-                self._first(block, expert, projection, suffix, info)
+            elif expert in block.routed or _is_number(expert):
+                block.routed.setdefault(expert, {}).setdefault(projection, {})[suffix] = info
+            else:
+                block.unknown.append(name)
         return self._grouping()
 
     def _grouping(self) -> Grouping:
@@ -166,13 +165,6 @@ class _Grouper:
             if at in layers:
                 layers[at] = replace(layers[at], twins=(*layers[at].twins, layer))
         return layers
-
-    @staticmethod
-    def _first(block: _Block, expert: str, projection: str, suffix: str, info: TensorInfo) -> None:
-        if expert.isdecimal() and expert.isascii() and (expert == "0" or expert[0] != "0"):
-            block.routed.setdefault(expert, {}).setdefault(projection, {})[suffix] = info
-        else:
-            block.unknown.append(info.name)
 
     def _block(self, head: str) -> _Block | None:
         """Find or make the block that a prefix names; None where the family has no MoE block."""
@@ -274,6 +266,10 @@ class _Grouper:
             fused=tuple(fused),
             doubled=doubled,
         )
+
+
+def _is_number(expert: str) -> bool:
+    return expert.isdecimal() and expert.isascii() and (expert == "0" or expert[0] != "0")
 
 
 def _is_part(suffix: str) -> bool:

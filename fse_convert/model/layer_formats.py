@@ -89,7 +89,7 @@ class LayerReader:
         if layer.shared is None:
             return ()
         fused = single(layer.shared.name, self._fused(layer)).projections
-        return (replace(layer.shared, projections={**layer.shared.projections, **fused}),)
+        return (layer.shared._replace(projections={**layer.shared.projections, **fused}),)
 
     def _slots(self, layer: MoELayer) -> list[Slot]:
         found = (place(self.family.stacked, t.name.removeprefix(f"{layer.name}."), t, 1) for t in layer.stacked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from fse_convert.checkpoint.header import TensorInfo
 
@@ -16,6 +17,8 @@ class Role(str, Enum):
     UP = "up"
     DOWN = "down"
 
+    __hash__ = str.__hash__  # that of Enum is written in Python, and every expert has a dict by role
+
 
 class LayerKind(str, Enum):
     """A decoder layer, or a layer of the multi-token-prediction drafter."""
@@ -24,8 +27,7 @@ class LayerKind(str, Enum):
     MTP = "mtp"
 
 
-@dataclass(frozen=True, slots=True)
-class Projection:
+class Projection(NamedTuple):
     """One linear map as stored: its tensors by suffix (``weight``, ``scale``, ...).
 
     ``of``: how many projections share the rows of these tensors evenly; two where gate and up are one matrix.
@@ -36,8 +38,7 @@ class Projection:
     of: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Expert:
+class Expert(NamedTuple):
     """One expert MLP. Several shared experts are stored as one MLP of their summed width."""
 
     name: str

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fse_convert.checkpoint.reader import Checkpoint
-from fse_convert.errors import InvalidCheckpoint, NotConvertible, Problem, folded
+from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertible, Problem, folded
 from fse_convert.model.consistency import LOAD_CONFLICTS
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
@@ -26,15 +26,14 @@ from fse_convert.sidecar.manifest import ConfigEdit
 NOT_JUDGED = because(Outcome.UNKNOWN, "not-judged", "converted without a --target")
 
 
-def decide(source: Source, options: Options, candidates: Candidates | None = None) -> Decision:
+def decide(source: Source, options: Options) -> Decision:
     """Decide what a conversion does.
 
-    ``candidates``: of the same source, to share between options. Raises InvalidCheckpoint for what is broken or not understood,
-    NotConvertible for layers that would not fuse.
+    Raises InvalidCheckpoint for what is broken or not understood, NotConvertible for layers that would not fuse.
     """
-    candidates = candidates or Candidates(source)
-    decision = choose(candidates, options, _decide_after)
-    if not options.contract and options.target and not misfit(decision).usable and not options.allow_unfused:
+    candidates = Candidates(source)
+    decision = _chosen(candidates, options)
+    if not _suits(decision, options):
         raise NotConvertible(*_no_way(decision, candidates, options))
     return decision
 
@@ -45,11 +44,24 @@ def planner(source: Source) -> Callable[[Options], Decision | None]:
 
     def plans(options: Options) -> Decision | None:
         try:
-            return decide(source, options, candidates)
-        except (InvalidCheckpoint, NotConvertible):
+            decision = choose(candidates, options, _decide_after)
+        except NotConvertible:
             return None
+        return decision if isinstance(decision, Decision) and _suits(decision, options) else None
 
     return plans
+
+
+def _chosen(candidates: Candidates, options: Options) -> Decision:
+    decision = choose(candidates, options, _decide_after)
+    if isinstance(decision, FseConvertError):
+        raise decision
+    return decision
+
+
+def _suits(decision: Decision, options: Options) -> bool:
+    """Tell whether the target fuses enough; a contract has been asked already."""
+    return bool(options.contract or not options.target or options.allow_unfused) or misfit(decision).usable
 
 
 def _decide_after(after: Source, changes: Changes, options: Options) -> Decision:
@@ -101,7 +113,7 @@ def _verdicts(
 def _no_way(decision: Decision, candidates: Candidates, options: Options) -> list[Problem]:
     """Say why a target fuses nothing whatever may be changed, or which permission is lacking."""
     title = options.goal
-    unpadded = choose(candidates, replace(options, tp=1), _decide_after)
+    unpadded = _chosen(candidates, replace(options, tp=1))
     if misfit(unpadded).usable:
         message = (
             f"{title} fuses this checkpoint after a change of format, but one conversion cannot pad it for TP {options.tp} too"
@@ -109,7 +121,7 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
         return [Problem("changes-combined", message, "--tp", _unpadded(unpadded.after, options))]
     if not options.lossy:
         lossy = replace(options, lossy=True)
-        with_loss = choose(candidates, lossy, _decide_after)
+        with_loss = _chosen(candidates, lossy)
         if misfit(with_loss).usable:
             does = " and ".join(change.does for change in with_loss.changes)
             message = f"{title} fuses this checkpoint only after a change that loses precision: {does}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fse_convert.errors import size
 from fse_convert.plan.advice import NO_PATH, REQUANTISED, Plans, releases, server_of
 from fse_convert.plan.changes.search import Misfit, misfit
 from fse_convert.plan.commands import conversion_command
+from fse_convert.plan.decide import planner
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source
 from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, answer
@@ -95,38 +96,56 @@ class Offers:
             yield f"No change of format is known to give this checkpoint the kernel of {who}: {self.why}.", ""
 
 
-def make_offers(answers: Sequence[Answer], plans: Plans, source: Source, tp: int = 1) -> Offers:
-    """Try every server that does not fuse a checkpoint as it is, without loss and with it, for ``tp`` ranks."""
-    found: dict[tuple[tuple[str, ...], int], tuple[Decision, list[AnyTarget], Options]] = {}
-    helpless, kernels, why = [], [], ""
-    for as_is in (a for a in answers if not a.fused and a.engine != CONTRACT and _has_path(a)):
-        target, helped = BY_NAME[as_is.name], False
-        passed_over = next((note.message for note in as_is.notes if note.code == FALLS_BACK), "")
-        for lossy in (False, True):
-            options = Options(target, tp=tp, lossy=lossy, shared_mxfp4=lossy)
-            decision = plans(options)
-            if decision is None or not misfit(decision).usable or _falls_back(decision, target):
-                continue
-            helped = True
-            if not decision.changes:
-                break
-            key = tuple(change.name for change in decision.changes), misfit(decision)
-            _, targets, _ = found.setdefault(key, (decision, [], options))
-            if target not in targets:
-                targets.append(target)
-        if passed_over and not helped:
-            kernels.append(target)
-            why = passed_over.partition(": ")[2]
-        elif not helped:
-            helpless.append(target)
-    made = [*_own_values(answers, plans, source, tp)]
-    for decision, targets, options in found.values():
-        made.append(_offer(decision, tuple(targets), source, replace(options, target=_newest(targets)), answers))
+def make_offers(answers: Sequence[Answer], source: Source, tp: int = 1) -> Offers:
+    """Try every server that does not fuse a checkpoint as it is, without loss and with it, for ``tp`` ranks.
+
+    A source after a change takes as much memory as the source: what was made without loss is let go of before the rest is made.
+    """
+    unfused = {a.name: a for a in answers if not a.fused and a.engine != CONTRACT and _has_path(a)}
     heal = Options(None, heal=True)
-    healed = plans(heal)
-    mends = tuple(change.does for change in healed.changes) if healed else ()
-    offers = tuple(sorted(made, key=lambda offer: not offer.lossless))
-    return Offers(offers, tuple(helpless), tuple(kernels), why, mends, _command(source, heal), tp)
+    mends = _mends(planner(source)(heal))
+    offers: list[Offer] = []
+    helped: dict[str, bool] = {}
+    for asked in (Options(None, tp=tp), Options(None, tp=tp, lossy=True, shared_mxfp4=True)):
+        plans = planner(source)
+        if not asked.lossy:
+            offers += _own_values(answers, plans, source, tp)
+        names = [name for name in unfused if helped.get(name, True)]
+        made, found = _tried(names, answers, plans, source, asked)
+        offers += made
+        helped |= found
+    helpless = [name for name in unfused if name not in helped]
+    passed_over = {n: note.message for n in helpless for note in unfused[n].notes if note.code == FALLS_BACK}
+    return Offers(
+        offers=tuple(offers),
+        helpless=tuple(BY_NAME[name] for name in helpless if name not in passed_over),
+        kernels=tuple(BY_NAME[name] for name in passed_over),
+        why=next(reversed(passed_over.values()), "").partition(": ")[2],
+        mends=mends,
+        heal=_command(source, heal),
+        tp=tp,
+    )
+
+
+def _tried(
+    names: Iterable[str], answers: Sequence[Answer], plans: Plans, source: Source, asked: Options
+) -> tuple[list[Offer], dict[str, bool]]:
+    """Try targets with the permissions of ``asked``; return the offers, and of targets that are helped whether a change does it."""
+    found: dict[tuple[tuple[str, ...], int], tuple[Decision, list[AnyTarget]]] = {}
+    helped: dict[str, bool] = {}
+    for target in (BY_NAME[name] for name in names):
+        decision = plans(replace(asked, target=target))
+        if decision and misfit(decision).usable and not _falls_back(decision, target):
+            helped[target.name] = bool(decision.changes)
+            if decision.changes:
+                key = tuple(change.name for change in decision.changes), misfit(decision)
+                found.setdefault(key, (decision, []))[1].append(target)
+    offers = [_offer(d, tuple(ts), source, replace(asked, target=_newest(ts)), answers) for d, ts in found.values()]
+    return offers, helped
+
+
+def _mends(healed: Decision | None) -> tuple[str, ...]:
+    return tuple(change.does for change in healed.changes) if healed else ()
 
 
 def _falls_back(decision: Decision, target: AnyTarget) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
@@ -18,9 +18,9 @@ from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import (
     Computed,
     Copied,
+    Grown,
     Growth,
     OutputShard,
-    Padded,
     SharedExpert,
     TensorSpec,
     Tripwire,
@@ -42,16 +42,15 @@ def make_plan(source: Source, options: Options) -> Plan:
     Raises InvalidCheckpoint for what is broken or not understood, NotConvertible for layers that would not fuse.
     """
     decision, checkpoint = decide(source, options), source.checkpoint
-    specs = changed_tensors(decision.changes)
-    specs.update(_padding(decision))
+    specs, grown = changed_tensors(decision.changes), dict(_padding(decision))
     originals = frozenset[str]() if options.drop_originals else frozenset().union(*(c.originals for c in decision.changes))
     return Plan(
         source=source,
         options=options,
         decision=decision,
-        shards=tuple(_shard(shard, specs) for shard in checkpoint.shards),
+        shards=tuple(_shard(shard, specs, grown) for shard in checkpoint.shards),
         sidecar=_sidecar(decision, options.contract, tripwire(checkpoint)) if options.contract else (),
-        originals=tuple(filter(None, (_originals(shard, originals) for shard in checkpoint.shards))),
+        originals=tuple(filter(None, (_originals(shard, originals) for shard in checkpoint.shards if originals))),
     )
 
 
@@ -62,50 +61,46 @@ def tripwire(checkpoint: Checkpoint) -> TensorSpec:
     return TensorSpec(name, checkpoint.tensors[name].dtype, (0,), Tripwire())
 
 
-def _padding(decision: Decision) -> Iterator[tuple[str, tuple[TensorSpec]]]:
-    """Find every expert tensor that grows in the standard layout; yield its name and what stands in its place."""
+def _padding(decision: Decision) -> Iterator[tuple[str, Grown]]:
+    """Find every expert tensor that grows in the standard layout; yield its name, and what it grows to."""
     if not decision.pads:
         return
     for layer in decision.after.description.layers:
         for group, width in ((layer.routed, decision.at_main.routed), (layer.shared, decision.at_main.shared)):
-            for padded in _padded(group, width) if group else ():
-                yield padded.name, (padded,)
+            yield from _padded(group, width) if group else ()
 
 
-def _padded(group: ExpertGroup, width: int) -> Iterator[TensorSpec]:
-    known: dict[tuple[Role, str, tuple[int, ...]], tuple[tuple[int, ...], Growth | None]] = {}
+def _padded(group: ExpertGroup, width: int) -> Iterator[tuple[str, Grown]]:
+    known: dict[tuple[Role, str, tuple[int, ...]], Grown | None] = {}
     for expert in group.experts:
         for role, projection in expert.projections.items():
-            f = group.formats[role]
             for suffix, info in projection.parts.items():
                 key = role, suffix, info.shape
                 if key not in known:
+                    f = group.formats[role]
                     tile = f.tiles[suffix]
                     shape = tile.stored(*f.at(role, width), len(info.shape)) if tile else info.shape
-                    known[key] = shape, _growth(info, shape, stretches(info.shape, shape), tile)
-                shape, growth = known[key]
-                if growth:
-                    yield TensorSpec(info.name, info.dtype, shape, Padded(info, growth))
+                    known[key] = _growth(info, shape, stretches(info.shape, shape), tile)
+                if grown := known[key]:
+                    yield info.name, grown
     for s in group.stacked:
         f = group.formats[s.role]
-        shape = s.shape(f.shape, f.at(s.role, width))
-        if growth := _growth(s.info, shape, s.stretches, s.tile):
-            yield TensorSpec(s.info.name, s.info.dtype, shape, Padded(s.info, growth))
+        if grown := _growth(s.info, s.shape(f.shape, f.at(s.role, width)), s.stretches, s.tile):
+            yield s.info.name, grown
 
 
-def _growth(info: TensorInfo, shape: tuple[int, ...], count: int, tile: Tile | None) -> Growth | None:
-    """Return how a tensor grows to a shape, in so many stretches; None where it stays."""
+def _growth(info: TensorInfo, shape: tuple[int, ...], count: int, tile: Tile | None) -> Grown | None:
+    """Return a shape that a tensor grows to, and how, in so many stretches; None where it stays."""
     if tile is None or shape == info.shape:
         return None
     new = prod(shape) * element_bytes(info.dtype) // count
-    return Growth(stretches=count, old=info.nbytes // count, new=new, fill=tile.fill, nan=tile.nan)
+    return shape, Growth(stretches=count, old=info.nbytes // count, new=new, fill=tile.fill, nan=tile.nan)
 
 
-def _shard(shard: Shard, specs: dict[str, tuple[TensorSpec, ...]]) -> OutputShard:
-    """Plan a shard of the standard layout. Its ``specs`` are taken out: a million are too many beside the tensors made of them."""
-    own = {t.name: specs.pop(t.name) for t in shard.header.tensors if t.name in specs}
+def _shard(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]], grown: Mapping[str, Grown]) -> OutputShard:
+    """Plan a shard of the standard layout."""
     metadata = {"format": "pt", **shard.header.metadata}  # loaders ask for `format: pt`
-    return OutputShard(name=shard.name, tensors=lay_out(shard, own), metadata=metadata, source=shard)
+    return OutputShard(name=shard.name, tensors=lay_out(shard, specs, grown), metadata=metadata, source=shard)
 
 
 def _originals(shard: Shard, names: Collection[str]) -> OutputShard | None:

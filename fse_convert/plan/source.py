@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
@@ -34,7 +35,7 @@ SIGN_AND_MANTISSA = 0x807FFFFF
 """Bits that no positive power of two has."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """A checkpoint, opened and described; everything downstream takes it from here.
 
@@ -55,7 +56,7 @@ class Source:
             raise TypeError(f"{self.checkpoint.folder.label} is not a folder of this machine")
         return self.checkpoint.folder
 
-    @property
+    @cached_property
     def subject(self) -> Subject:
         """The checkpoint as the servers' rules see it."""
         return Subject(

@@ -22,8 +22,7 @@ from fse_convert.model.moe import Expert, Role
 from fse_convert.sidecar.tensors import KernelTensorName
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(NamedTuple):
     """A tensor that is the source's, byte for byte."""
 
     source: TensorInfo
@@ -48,9 +47,12 @@ class Growth(NamedTuple):
     nan: NaN | None
 
 
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """A stored tensor that grows. A million experts share few values of ``growth``."""
+Grown = tuple[tuple[int, ...], Growth]
+"""The shape that a tensor grows to, and how. A million experts share few of them."""
+
+
+class Padded(NamedTuple):
+    """A stored tensor that grows."""
 
     source: TensorInfo
     growth: Growth
@@ -124,8 +126,7 @@ class Rule(str, Enum):
     F32 = "f32"
 
 
-@dataclass(frozen=True, slots=True)
-class Recoded:
+class Recoded(NamedTuple):
     """A weight ``[n, k]`` or its scales, coded in another format.
 
     ``weight`` and ``scale``: what is read; no weight where scales alone are rewritten, no scale beside floats. ``shape``: the

@@ -154,6 +154,8 @@ def grid(
         widths[i], excess = widths[i] - cut, excess - cut
     if excess > 0:
         return _stacked(rows, columns, head, indent)
+    if rows and not flexible:  # nothing wraps, and one row of many lines takes rich half as long as many rows
+        rows = [["\n".join(map(str, column)) for column in zip(*rows, strict=True)]]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False) if head else Table.grid(padding=(0, gap))
     for i, width in enumerate(widths):
         table.add_column(head[i] if head else "", width=width, justify="right" if i in numbers else "left")

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.errors import InvalidCheckpoint, VerificationFailure
 from fse_convert.plan.source import Source
-from fse_convert.sidecar.manifest import Manifest
+from fse_convert.sidecar.manifest import DIGEST, Manifest, own_digest
 from fse_convert.testing.patch import read_header
 from fse_convert.verification.manifest import OutputManifest
 from fse_convert.verification.storage import Output, prove_alone, prove_storage
 
 SEEDS = range(int(os.environ.get("FSE_MUTATION_SEEDS", "1")))
 """How often every way to damage an output is tried, each time elsewhere; `make mutations` sets it."""
+NO_CHANGE = {("tool", "version"), ("arguments", "allow_unfused"), ("arguments", "tp")}
+"""Places of a manifest that may differ: another version is noted, unfused layers may pass where there are none, and two ranks need
+the widths that one does, so that the same output is stated in another way.
+"""
 
 
 @dataclass(frozen=True)
@@ -90,3 +99,52 @@ def apply(c: Converted, m: Mutation) -> Callable[[], None]:
         assert after != before, m
         path.write_bytes(after)
     return lambda: path.write_bytes(before) and None
+
+
+def sealed_mutations(c: Converted, rng: random.Random) -> Iterator[Mutation]:
+    """Config, index and manifest edited where they are JSON; of a manifest the digest is made again."""
+    for name, count in (("config.json", 40), ("model.safetensors.index.json", 12), ("fse/manifest.json", 60)):
+        value = json.loads((c.out / name).read_text())
+        if name.startswith("fse"):
+            value = {key: held for key, held in value.items() if key not in ("files", "tensors", DIGEST)}
+        for path, edited in islice(json_edits(value, rng), count):
+            whole = resealed(c, edited) if name.startswith("fse") else encode_json(edited)
+            yield Mutation(f"entry of {name}", name, 0, whole, whole=True, what=path)
+
+
+def resealed(c: Converted, edited: dict[str, Any]) -> bytes:
+    value = json.loads((c.out / "fse/manifest.json").read_text())
+    full = {**edited, "files": value["files"], "tensors": value["tensors"]}
+    return encode_json({**full, DIGEST: own_digest(full)})
+
+
+def json_edits(value: Any, rng: random.Random) -> Iterator[tuple[str, Any]]:
+    """The same JSON with one thing changed, and where: a key or an entry left out, a number, a text or a truth changed."""
+
+    def places(at: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        items = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+        for key, inner in items:
+            yield (*path, key)
+            yield from places(inner, (*path, key))
+
+    every = [path for path in places(value, ()) if path not in NO_CHANGE and not is_figure(path)]
+    for path in rng.sample(every, len(every)):
+        edited = deepcopy(value)
+        place = edited
+        for key in path[:-1]:
+            place = place[key]
+        found = place[path[-1]]
+        if isinstance(found, bool):
+            place[path[-1]] = not found
+        elif isinstance(found, int | float):
+            place[path[-1]] = found + 1
+        elif isinstance(found, str) and rng.random() < 0.5:
+            place[path[-1]] = found + "x"
+        else:
+            del place[path[-1]]
+        yield ".".join(map(str, path)), edited
+
+
+def is_figure(path: tuple[Any, ...]) -> bool:
+    """Tell figures of what was rounded, which level 2 measures again."""
+    return path[:2] == ("proof", "numerics") and (path[2:3], len(path)) in ((("matrices",), 5), (("outputs",), 4))

@@ -45,4 +45,5 @@ RECIPES = (
     Recipe("shared MXFP4 from BF16", "kimi-k2-quark", "shared-mxfp4", MXFP4, (6, 0, 3)),
     Recipe("F32 scales", "v4-flash-fp8", "heal-fp8-scales", ("--target", "vllm-0.33-aiter"), (18, 0, 0)),
     Recipe("labels", "quark-mxfp4", "heal-quark-scale-labels", ("--target", "sglang-0.5.23-slots"), (0, 15, 0), mislabelled),
+    Recipe("config alone", "v4-pro", "heal-expert-dtype", ("--heal",), (0, 0, 0)),
 )

@@ -29,7 +29,7 @@ from tests.verification.recipes import KNOBS, MXFP4, RECIPES, Recipe
 
 Changed = Callable[[Recipe], tuple[Path, Path]]
 Run = Callable[..., tuple[int, str, str]]
-ROUTED, _, SHARED, SHARED_BF16, SCALES, LABELS = RECIPES
+ROUTED, _, SHARED, SHARED_BF16, SCALES, LABELS, _ = RECIPES
 NAMED = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,14 @@ from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import BITS
 from fse_convert.plan.source import open_source
-from fse_convert.sidecar.manifest import DIGEST, own_digest
 from fse_convert.testing.patch import ShardPatch
 from fse_convert.verification.manifest import OutputManifest
-from tests.verification.mutating import SEEDS, Converted, Mutation, alone, apply, flipped, level_1
+from tests.verification.mutating import SEEDS, Converted, Mutation, alone, apply, flipped, level_1, sealed_mutations
 from tests.verification.recipes import RECIPES, Recipe
 
 Edit = Callable[[ShardPatch], object]
 LABELS = {"F8_E4M3": "I8", "I8": "U8", "U8": "I8", "F8_E8M0": "U8", "F32": "I32", "BF16": "F16", "I64": "U64"}
 """Another dtype of the same width."""
-NO_CHANGE = {("tool", "version"), ("arguments", "allow_unfused")}
-"""Places of a manifest that may differ: another version is noted, and unfused layers may pass where there are none."""
 LEAST = 300
 """Mutations of each recipe: there are more than 3,000 in all."""
 
@@ -174,55 +169,6 @@ def text_mutations(c: Converted, rng: random.Random) -> Iterator[Mutation]:
             at = rng.randrange(len(raw))
             yield Mutation(f"bit of {name}", name, at, flipped(raw, at, rng))
         yield Mutation(f"all of {name}", name, 0, None)
-
-
-def json_edits(value: Any, rng: random.Random) -> Iterator[tuple[str, Any]]:
-    """The same JSON with one thing changed, and where: a key or an entry left out, a number, a text or a truth changed."""
-
-    def places(at: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        items = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
-        for key, inner in items:
-            yield (*path, key)
-            yield from places(inner, (*path, key))
-
-    every = [path for path in places(value, ()) if path not in NO_CHANGE and not is_figure(path)]
-    for path in rng.sample(every, len(every)):
-        edited = deepcopy(value)
-        place = edited
-        for key in path[:-1]:
-            place = place[key]
-        found = place[path[-1]]
-        if isinstance(found, bool):
-            place[path[-1]] = not found
-        elif isinstance(found, int | float):
-            place[path[-1]] = found + 1
-        elif isinstance(found, str) and rng.random() < 0.5:
-            place[path[-1]] = found + "x"
-        else:
-            del place[path[-1]]
-        yield ".".join(map(str, path)), edited
-
-
-def is_figure(path: tuple[Any, ...]) -> bool:
-    """Tell figures of what was rounded, which level 2 measures again."""
-    return path[:2] == ("proof", "numerics") and (path[2:3], len(path)) in ((("matrices",), 5), (("outputs",), 4))
-
-
-def sealed_mutations(c: Converted, rng: random.Random) -> Iterator[Mutation]:
-    """Config, index and manifest edited where they are JSON; of a manifest the digest is made again."""
-    for name, count in (("config.json", 12), ("model.safetensors.index.json", 12), ("fse/manifest.json", 60)):
-        value = json.loads((c.out / name).read_text())
-        if name.startswith("fse"):
-            value = {key: held for key, held in value.items() if key not in ("files", "tensors", DIGEST)}
-        for path, edited in islice(json_edits(value, rng), count):
-            whole = resealed(c, edited) if name.startswith("fse") else encode_json(edited)
-            yield Mutation(f"entry of {name}", name, 0, whole, whole=True, what=path)
-
-
-def resealed(c: Converted, edited: dict[str, Any]) -> bytes:
-    value = json.loads((c.out / "fse/manifest.json").read_text())
-    full = {**edited, "files": value["files"], "tensors": value["tensors"]}
-    return encode_json({**full, DIGEST: own_digest(full)})
 
 
 def shards(c: Converted) -> list[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.plan.changes.change import FormatChange, changed_config
 from fse_convert.plan.source import Source, describe_source
-from fse_convert.plan.tensors import Copied, OutputTensor, Recoded, TensorSpec, placed
+from fse_convert.plan.tensors import Copied, Grown, OutputTensor, Padded, Recoded, TensorSpec, placed
 from fse_convert.servers.f32_scales import Scales
 
 
@@ -30,13 +30,26 @@ def with_changes(source: Source, changes: Sequence[FormatChange]) -> Source:
 
 def changed_tensors(changes: Iterable[FormatChange]) -> dict[str, tuple[TensorSpec, ...]]:
     """Return what stands in the place of every source tensor that some change replaces."""
-    return {name: specs for change in changes for name, specs in change.tensors.items()}
+    found: dict[str, tuple[TensorSpec, ...]] = {}
+    for change in changes:
+        found |= change.tensors
+    return found
 
 
-def lay_out(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]]) -> tuple[OutputTensor, ...]:
-    """Lay out one shard, in the source's tensor order."""
-    own = (specs.get(t.name, (TensorSpec(t.name, t.dtype, t.shape, Copied(t)),)) for t in shard.header.tensors)
-    return placed(spec for stand_ins in own for spec in stand_ins)
+def lay_out(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]], grown: Mapping[str, Grown]) -> tuple[OutputTensor, ...]:
+    """Lay out one shard, in the source's tensor order: what stands in the place of a tensor, the tensor grown, or as it is."""
+    return placed(_stand_ins(shard, specs, grown))
+
+
+def _stand_ins(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]], grown: Mapping[str, Grown]) -> Iterator[TensorSpec]:
+    for t in shard.header.tensors:
+        if t.name in specs:
+            yield from specs[t.name]
+        elif t.name in grown:
+            shape, growth = grown[t.name]
+            yield TensorSpec(t.name, t.dtype, shape, Padded(t, growth))
+        else:
+            yield TensorSpec(t.name, t.dtype, t.shape, Copied(t))
 
 
 def _shard(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]]) -> Shard:
@@ -44,7 +57,7 @@ def _shard(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]]) -> Shard:
         return shard
     tensors = tuple(
         TensorInfo(name=t.name, shard=shard.name, dtype=t.dtype, shape=t.shape, start=t.start, end=t.end)
-        for t in lay_out(shard, specs)
+        for t in lay_out(shard, specs, {})
     )
     return replace(shard, header=replace(shard.header, tensors=tensors, payload=tensors[-1].end))
 

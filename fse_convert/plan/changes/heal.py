@@ -8,11 +8,12 @@ from dataclasses import replace
 from fse_convert.model.quantization import read_quantization
 from fse_convert.plan.changes import heal_fp8, heal_quark
 from fse_convert.plan.changes.change import FormatChange, changed_config
+from fse_convert.plan.changes.config_places import quark_section
 from fse_convert.servers.subject import Subject
 
 Heal = Callable[[Subject], FormatChange | None]
 
-HEALS: tuple[Heal, ...] = (
+QUARK: tuple[Heal, ...] = (
     heal_quark.export,
     heal_quark.exclude,
     heal_quark.experts_pattern,
@@ -23,10 +24,14 @@ HEALS: tuple[Heal, ...] = (
     heal_quark.gates,
     heal_quark.scale_labels,
     heal_quark.weight_labels,
+)
+"""Mends of what AMD Quark wrote into config.json."""
+FP8: tuple[Heal, ...] = (
     heal_fp8.ignored,
     heal_fp8.expert_dtype,
     heal_fp8.scales,
 )
+HEALS = QUARK + FP8
 """Each mends one defect, or returns None where the headers do not prove it. A list is there before entries are taken off it."""
 
 
@@ -37,7 +42,7 @@ def heals(subject: Subject, but: Collection[str] = ()) -> tuple[FormatChange, ..
     edits in this order is the healed config. To make fewer of them, ask again. No two change the same tensor.
     """
     found: list[FormatChange] = []
-    for heal in HEALS:
+    for heal in HEALS if quark_section(subject.quantization) else FP8:
         change = heal(subject)
         if change and change.name not in but:
             found.append(change)

@@ -20,9 +20,11 @@ def ignored(subject: Subject) -> FormatChange | None:
     section, raw = QUANTIZATION.get(subject.quantization.source), subject.quantization.raw
     if subject.quantization.method not in FP8_METHODS or section is None:
         return None
+    lists = {key: entries for key in READ_BY["fp8"] if (entries := name_list(raw.get(key)))}
+    if not lists:
+        return None
     shared = [d.shared for d in subject.description.layers if d.shared and is_all(d.shared, StorageKind.FP8_BLOCK)]
     freed, kept = [name for group in shared for name in group.modules], unquantised(subject)
-    lists = {key: entries for key in READ_BY["fp8"] if (entries := name_list(raw.get(key)))}
     new = {key: without(entries, freed, kept) for key, entries in lists.items()}
     edits = tuple(ConfigChange((*section, key), entries) for key, entries in new.items() if entries != lists[key])
     does = "takes FP8 shared experts off the lists of modules that are not quantised"

@@ -9,7 +9,7 @@ from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.formats import PLAIN_WEIGHTS, StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.changes.change import ConfigChange, FormatChange
-from fse_convert.plan.changes.config_places import name_list, quark_section
+from fse_convert.plan.changes.config_places import QUANTIZATION, name_list
 from fse_convert.plan.changes.module_patterns import is_pattern, means, names_exactly, with_plain_gates, without
 from fse_convert.plan.changes.modules import (
     Tensors,
@@ -159,7 +159,7 @@ def gates(subject: Subject) -> FormatChange | None:
 def scale_labels(subject: Subject) -> FormatChange | None:
     """Label MXFP4 scales U8: SGLang loads none that are typed F8_E8M0, and says nothing (0.5.21 to 0.5.23)."""
     tensors: Tensors = {}
-    for projection, f in every_matrix(subject) if quark_section(subject.quantization) else ():
+    for projection, f in every_matrix(subject):
         if f.kind is StorageKind.MXFP4 and f.scale:
             scale = projection.parts[f.scale]
             tensors |= relabelled(scale, scale.name, "U8")
@@ -170,7 +170,7 @@ def scale_labels(subject: Subject) -> FormatChange | None:
 def weight_labels(subject: Subject) -> FormatChange | None:
     """Label packed MXFP4 weights U8, as Quark writes them."""
     tensors: Tensors = {}
-    for projection, f in every_matrix(subject) if quark_section(subject.quantization) else ():
+    for projection, f in every_matrix(subject):
         if f.kind is StorageKind.MXFP4:
             weight = projection.parts[f.weight]
             tensors |= relabelled(weight, weight.name, "U8")
@@ -179,10 +179,10 @@ def weight_labels(subject: Subject) -> FormatChange | None:
 
 
 def _edit(subject: Subject, name: str, does: str, key: str, value: Any) -> FormatChange | None:
-    """Return the change of one key of Quark's config; None where it is so already, or the config is not Quark's."""
-    section = quark_section(subject.quantization)
-    if section is None or subject.quantization.raw.get(key) == value:
+    """Return the change of one key of Quark's config; None where it is so already."""
+    if subject.quantization.raw.get(key) == value:
         return None
+    section = QUANTIZATION[subject.quantization.source]
     return FormatChange(name=name, does=does, config=(ConfigChange((*section, key), value),))
 
 

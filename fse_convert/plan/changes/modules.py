@@ -25,9 +25,10 @@ def linears(subject: Subject) -> list[Matrix]:
     """Return every matrix outside of the routed experts by name; what fits no format that is understood is left out."""
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in subject.tensors.items():
-        module, _, suffix = name.rpartition(".")
-        if suffix in _PARTS and ROUTED not in name:
-            found.setdefault(module, {})[suffix] = info
+        if ROUTED not in name:
+            module, _, suffix = name.rpartition(".")
+            if suffix in _PARTS:
+                found.setdefault(module, {})[suffix] = info
     matrices: list[Matrix] = []
     for module in sorted(found, key=natural_key):
         try:

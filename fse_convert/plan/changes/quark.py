@@ -123,8 +123,8 @@ def quark_obstacle(subject: Subject, recoded: frozenset[str]) -> str:
         return "routed experts must be MXFP4 in every layer, those of MTP layers too"
     known = {p.name for p, _ in linears(subject)}
     for name, info in subject.tensors.items():
-        module, _, suffix = name.rpartition(".")
-        if suffix == "weight" and info.dtype in (*FP8_WEIGHTS, *FP4_WEIGHTS) and ROUTED not in name and module not in known:
+        module = name.removesuffix(".weight")
+        if ROUTED not in name and module != name and info.dtype in (*FP8_WEIGHTS, *FP4_WEIGHTS) and module not in known:
             return f"{module} is stored in a way that is not understood"
     for projection, f in every_matrix(subject):
         if f.kind not in _STORED and not _is_e8m0(f) and projection.name not in recoded:

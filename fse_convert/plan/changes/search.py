@@ -24,6 +24,8 @@ Decide = Callable[[Source, Changes, Options], Decision]
 """Decides about a source as it is after some changes; raises as `fse_convert.plan.decide.decide` does."""
 RECODINGS: Mapping[str, Callable[[Subject], Result]] = {"routed_fp8": routed_fp8, "shared_mxfp4": shared_mxfp4}
 """Changes that a user can ask for, by the field of `Options`; the lossless one first."""
+LOSSY = frozenset({"shared_mxfp4"})
+"""Those of them that lose precision."""
 HEAL = "heal-"
 """How the names of mends begin."""
 UNSTACK = "have the model written again with every expert by itself; --tp N pads stacked experts as they are"
@@ -94,10 +96,10 @@ class Candidates:
         if len(names) > 1:
             message = "routed experts in FP8 and shared experts in MXFP4 fuse nowhere"
             raise NotConvertible(Problem("changes-combined", message, hint="choose one of --routed and --shared"))
-        for change in map(self._possible, names):
-            if isinstance(change, Problem):
+        for name in names:
+            if isinstance(change := self._possible(name), Problem):
                 raise NotConvertible(change)
-            if not (options.lossy or change.lossless):
+            if name in LOSSY and not options.lossy:
                 raise NotConvertible(Problem("lossy", "this change loses precision", "--shared mxfp4", "--lossy permits it"))
         if options.heal and not self.heals:
             raise NotConvertible(Problem("nothing-to-heal", "config and headers show no defect that is known", "--heal"))
@@ -108,8 +110,8 @@ class Candidates:
         asked = self.asked(options)
         bases = [asked]
         if options.target and not isinstance(options.target, Target) and not asked:
-            possible = {name: change for name in RECODINGS if isinstance(change := self._possible(name), FormatChange)}
-            bases += [[name] for name, change in possible.items() if options.lossy or change.lossless]
+            permitted = (name for name in RECODINGS if options.lossy or name not in LOSSY)
+            bases += [[name] for name in permitted if isinstance(self._possible(name), FormatChange)]
         for names in bases:
             if not options.heal:
                 yield names, ()
@@ -128,11 +130,11 @@ class Candidates:
         return healed
 
 
-def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision:
+def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision | FseConvertError:
     """Return the decision for the first list of changes after which the target fuses every decoder layer.
 
     A change that loses precision is made only where no other helps; then the drafter counts, which some servers cannot fuse in any
-    format. Without such a list, the decision or the error for what was asked for.
+    format. Without such a list, the decision or the error for what was asked for. Raises NotConvertible for what may not be made.
     """
     first: Decision | FseConvertError | None = None
     fitting: list[tuple[Decision, list[str]]] = []
@@ -149,9 +151,7 @@ def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision
     if fitting:
         decision, names = min(fitting, key=lambda found: misfit(found[0]))
         return decision if options.heal else _without_needless(candidates, decision, names, options, decide)
-    if isinstance(first, Decision):
-        return first
-    raise first or NotConvertible(Problem("no-change-helps", "no list of changes can be made"))
+    return first or NotConvertible(Problem("no-change-helps", "no list of changes can be made"))
 
 
 def _loses_nothing(decision: Decision) -> bool:
@@ -176,7 +176,7 @@ def _tried(candidates: Candidates, changes: Changes | None, options: Options, de
     try:
         return decide(candidates.after(changes), changes, options)
     except (InvalidCheckpoint, NotConvertible) as e:
-        return e
+        return e.with_traceback(None)  # whose frames would hold the source after the changes
 
 
 def _without_needless(candidates: Candidates, decision: Decision, names: list[str], options: Options, decide: Decide) -> Decision:
