@@ -31,6 +31,8 @@ def decide(source: Source, options: Options) -> Decision:
 
     Raises InvalidCheckpoint for what is broken or not understood, NotConvertible for layers that would not fuse.
     """
+    if source.description.unknown:  # no change can be judged
+        raise InvalidCheckpoint(source.description.unknown)
     candidates = Candidates(source)
     decision = _chosen(candidates, options)
     if not _suits(decision, options):

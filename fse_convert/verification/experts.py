@@ -105,6 +105,7 @@ class BothSides:
         self.out = out
         self.ours = ours
         self.source = SourceTensors.of(expected.source.checkpoint, theirs)
+        self.family = expected.source.description.family_name
 
     @classmethod
     @contextmanager
@@ -115,7 +116,7 @@ class BothSides:
 
     @cached_property
     def _standard(self) -> tuple[SourceTensors, dict[str, ExpertGroup]]:
-        opened = describe_source(read_checkpoint(self.out).checkpoint)
+        opened = describe_source(read_checkpoint(self.out).checkpoint, self.family)
         groups = {group.experts[0].name: group for d in opened.description.layers for group in d.groups if group.experts}
         return SourceTensors.of(opened.checkpoint, self.ours), groups
 

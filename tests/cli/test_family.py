@@ -90,6 +90,7 @@ def test_next_steps_of_it_work_as_printed(newcomer: Path, tmp_path: Path, run: R
     ("kind", "options"),
     [
         ("v4-flash", ("--target", "megamoe-512", UNFUSED)),
+        ("glm-4.5-quark", ("--shared", "mxfp4", "--lossy")),
         *((kind, ("--tp", "8")) for kind in ("v4.1-flash", "v3", "glm-4.5-quark", "qwen3.5-quark")),
     ],
 )

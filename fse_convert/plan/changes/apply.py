@@ -24,7 +24,7 @@ def with_changes(source: Source, changes: Sequence[FormatChange]) -> Source:
     shards = tuple(_shard(shard, specs) for shard in checkpoint.shards) if specs else checkpoint.shards
     config = changed_config(checkpoint.config, (c for change in changes for c in change.config))
     tensors = {t.name: t for shard in shards for t in shard.header.tensors}
-    described = describe_source(replace(checkpoint, config=config, shards=shards, tensors=tensors))
+    described = describe_source(replace(checkpoint, config=config, shards=shards, tensors=tensors), source.description.family_name)
     return replace(described, scales=_scales(source.scales, specs), stated_widths=source.stated_widths)
 
 
