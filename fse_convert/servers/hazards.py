@@ -16,7 +16,7 @@ from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
-from fse_convert.model.quantization import FP8_METHODS
+from fse_convert.model.quantization import FP8_METHODS, SCHEME
 from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
 from fse_convert.servers.aiter.rules import EXPERT_DTYPES, AiterQuestion
@@ -57,6 +57,11 @@ class Situation:
     def sglang_gate_known(self) -> bool:
         """True for SGLang's slots, for a model whose gate is known."""
         return self.sglang_slots and self.verdict.outcome is not Outcome.UNKNOWN
+
+    @property
+    def engine_read(self) -> bool:
+        """True for vLLM and SGLang, whose config classes were read."""
+        return self.target.engine.startswith(("vLLM", "SGLang"))
 
     @property
     def by_quark(self) -> bool:
@@ -257,6 +262,13 @@ HAZARDS: tuple[Hazard, ...] = (
         "list these experts among the modules that the quantisation leaves out",
         "vLLM 0.33 and SGLang 0.5.23 layers/quantization/fp8.py: parameters of scales are made by the config",
         _scales_expected,
+    ),
+    Hazard(
+        "activation-scheme-missing",
+        "raises a ValueError for an FP8 checkpoint whose quantization_config has no activation_scheme",
+        'write "activation_scheme": "dynamic" into it',
+        "vLLM 0.33 layers/quantization/fp8.py:161, SGLang 0.5.23 layers/quantization/fp8.py:350 (get_from_keys)",
+        lambda s: s.verdict.fused and s.deepseek_fp8 and SCHEME not in s.subject.quantization.raw and s.engine_read,
     ),
     Hazard(
         "expert-dtype-unread",

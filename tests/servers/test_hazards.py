@@ -98,6 +98,12 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
     ("the official V4", Model(shared="fp8-128"), "aiter-fp4-overlooked", dict.fromkeys(AITER[1:4], "xxx")),
     ("V4 with FP8 experts", fp8("fp8-128-f32-scale"), "aiter-fp4-overlooked", {}),
     (
+        "FP8 without an activation scheme",
+        Model(config={"quantization_config": {key: value for key, value in FP8.items() if key != "activation_scheme"}}),
+        "activation-scheme-missing",
+        dict.fromkeys([*(f"vllm-0.{n}" for n in range(31, 34)), "sglang-0.5.23", *SLOTS], "xxx"),
+    ),
+    (
         "a drafter of five layers, of which one is there",
         Model(config={"num_nextn_predict_layers": 5}),
         "drafter-short",

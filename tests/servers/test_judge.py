@@ -15,6 +15,7 @@ from fse_convert.testing.memory import PROJ, Model, Tensors, expert, subject_of
 from tests.model.families.releases import RELEASES, config_of, tensors_of
 
 QUARK_FP4 = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}, "input_tensors": {"dtype": "fp4"}}
+DYNAMIC = {"activation_scheme": "dynamic"}
 MTP_FP8 = {"re:mtp\\.0\\.ffn\\.shared_experts\\..*": {"weight": {"dtype": "fp8_e4m3"}}}
 QUARK = {"quant_method": "quark", "global_quant_config": QUARK_FP4, "exclude": [], "export": {"kv_cache_group": []}}
 
@@ -214,7 +215,7 @@ def test_f32_scales_fuse_only_where_they_are_known_to_be_powers_of_two(
     """SGLang rounds them while loading; the kernel's contract has no F32 scales; vLLM's loader takes none."""
     at = "layers.0.ffn.shared_experts.{}.weight_scale_inv"
     scales = Scales(frozenset(map(at.format, read)), {at.format(name): "0.3" for name in inexact})
-    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = {"quantization_config": {"quant_method": "fp8", **DYNAMIC, "weight_block_size": [128, 128]}}
     about = replace(Model(shared="fp8-128-f32", layers=1, mtp=0, config=config).subject(), scales=scales)
     for name, expected in (("megamoe-128", contract), ("sglang-0.5.23", server)):
         answer = ask(about, name)
@@ -226,8 +227,8 @@ def test_f32_scales_fuse_only_where_they_are_known_to_be_powers_of_two(
 @pytest.mark.parametrize(
     ("quantization", "expected"),
     [
-        ({"quant_method": "fp8"}, "fused"),
-        ({"quant_method": "deepseek_v4_fp8"}, "fused"),
+        ({"quant_method": "fp8", **DYNAMIC}, "fused"),
+        ({"quant_method": "deepseek_v4_fp8", **DYNAMIC}, "fused"),
         (None, "unsafe quantization-unstated"),
         ({"weight_block_size": [32, 32]}, "unsafe quantization-unstated"),
         ({"quant_method": "quark", "exclude": [], "global_quant_config": {}, "export": {}}, "unknown native-method"),
@@ -235,7 +236,7 @@ def test_f32_scales_fuse_only_where_they_are_known_to_be_powers_of_two(
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "unknown native-method"),
         ({"quant_method": "fp8", "ignored_layers": ["layers.0.ffn.shared_experts"]}, "unknown quantization-excluded"),
         ({"quant_method": "fp8", "ignored_layers": ["layers.0.ffn.experts"]}, "unknown quantization-excluded"),
-        ({"quant_method": "fp8", "ignored_layers": ["head"]}, "fused"),
+        ({"quant_method": "fp8", **DYNAMIC, "ignored_layers": ["head"]}, "fused"),
     ],
     ids=str,
 )
