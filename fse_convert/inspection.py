@@ -25,6 +25,7 @@ from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.plan.width_rounding import contract_widths
 from fse_convert.servers.f32_scales import UNREAD, Scales
 from fse_convert.servers.judge import Answer, judge
+from fse_convert.servers.naming import find_named
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.verdict import Outcome, Verdict, because, not_understood
 from fse_convert.sidecar.manifest import read_manifest
@@ -62,12 +63,15 @@ class Inspection:
         return self.subject.description
 
     def failing(self, names: Iterable[str]) -> tuple[Answer, ...]:
-        """Return the answers of those targets that do not fuse every layer."""
-        wanted = set(names)
-        return tuple(a for a in self.answers if a.name in wanted and not a.fused)
+        """Return the answers of those targets that do not fuse every layer. Raises UsageError for a target that was not judged."""
+        wanted = [find_named(name, self.answers, "--require") for name in names]
+        return tuple(a for a in self.answers if a in wanted and not a.fused)
 
     def exit_code(self, required: Iterable[str]) -> ExitCode:
-        """Return 3 for a broken checkpoint; with required targets 1 unless all fuse it and all of it is understood; else 0."""
+        """Return 3 for a broken checkpoint; with required targets 1 unless all fuse it and all of it is understood; else 0.
+
+        Raises UsageError for a required target that was not judged.
+        """
         if self.problems:
             return ExitCode.INVALID
         return ExitCode.NO if self.failing(required) else ExitCode.OK

@@ -18,7 +18,7 @@ Exit codes:
   0  done, and every requirement met
   1  requirement not met: a required target does not fuse, or a verification found a mismatch
   2  wrong arguments
-  3  the checkpoint is broken, not understood, or not convertible as asked
+  3  the checkpoint is broken; of convert also: not understood, or not convertible as asked
   4  environment error: space, permission, I/O, no GPU for what was asked; what is finished is kept
   6  another run is writing the same output
   70  a bug in fse-convert: please report it

@@ -126,7 +126,7 @@ def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subj
     if layer.shared.width != layer.routed.width:
         message = f"the shared expert is {layer.shared.width} wide, a routed one {layer.routed.width}: it fits no slot"
         return because(unchecked, "slot-width", message, hint)
-    if target.requantises and layer.routed.label.startswith(FP8_32) and not target.fp8_32:
+    if target.requantises and _in_small_blocks(layer.routed.label) and not target.fp8_32:
         ran = ", ".join(t.release for t in SLOT_TARGETS if t.fp8_32)
         message = f"slots with {FP8_32} experts were run in {target.engine} {ran} alone"
         return because(Outcome.UNKNOWN, "slot-format", message)
@@ -142,9 +142,13 @@ def _layer_verdict(layer: LayerDescription, target: SlotTarget, checkpoint: Subj
     return because(unchecked, "slot-format", message, hint)
 
 
+def _in_small_blocks(label: str) -> bool:
+    return label.split()[:2] == FP8_32.split()
+
+
 def slot_needs(target: SlotTarget, routed: Iterable[str]) -> str:
     """Return the flags and hardware with which a server fuses a model. ``routed``: labels of its routed experts' formats."""
-    return SGLANG_FP8_32 if target.requantises and any(label.startswith(FP8_32) for label in routed) else target.started_with
+    return SGLANG_FP8_32 if target.requantises and any(map(_in_small_blocks, routed)) else target.started_with
 
 
 def slot_notes(description: Description, target: SlotTarget, verdicts: tuple[Verdict, ...]) -> tuple[Reason, ...]:

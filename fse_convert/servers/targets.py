@@ -230,7 +230,7 @@ def needed_contract(target: Target) -> Contract:
 
     A server that pads routed experts itself (vLLM 0.30, to 512) demands that width of the shared expert too.
     """
-    return MEGAMOE_512 if target.routed_pad == MEGAMOE_512.width_multiple else target.contract
+    return next(c for c in (target.contract, *CONTRACTS.values()) if c.width_multiple % (target.routed_pad or 1) == 0)
 
 
 def width_multiple(target: Target, routed: StorageKind) -> int:

@@ -159,3 +159,13 @@ def test_a_folder_named_like_the_sidecar_is_refused(source: Make) -> None:
 def test_natural_order_and_short_lists() -> None:
     assert sorted(["m-10", "m-2", "a"], key=natural_key) == ["a", "m-2", "m-10"]
     assert some(str(i) for i in range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+
+
+def test_a_file_that_is_a_link_out_of_the_checkpoint_is_told(source: Make, tmp_path: Path) -> None:
+    """Its content is copied into the output, which may be published; links inside of the folder are the checkpoint's own."""
+    root, secret = source("v4-flash"), tmp_path / "token"
+    secret.write_text("TOKEN=secret")
+    (root / "inside.txt").symlink_to("README.md")
+    assert [n for n in opened(root).notes if n.code == "link-copied"] == []
+    (root / "vocab.txt").symlink_to(secret)
+    assert [n.where for n in opened(root).notes if n.code == "link-copied"] == ["vocab.txt"]

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from fse_convert.errors import ExitCode
+import fse_convert
+from fse_convert.errors import ExitCode, UsageError
 from fse_convert.testing.patch import edit_config, edit_index, read_shard, write_shard
 from tests.releases import FROM_031, SGLANG
 
@@ -415,3 +416,14 @@ def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
+
+
+def test_the_api_answers_for_a_required_target_as_the_command_does(v41: Path, run: Run) -> None:
+    """In any spelling; for a target that was not judged, or that does not exist, there is no answer."""
+    everything = fse_convert.inspect(v41)
+    for name in ("vllm-0.30", "vLLM 0.30", "vllm==0.30.0", "vllm-0.33", "vllm"):
+        assert everything.exit_code([name]) == run("inspect", v41, "--require", name)[0], name
+    for found, name in ((everything, "typo"), (fse_convert.inspect(v41, targets=["vllm-0.33"]), "vllm-0.30")):
+        with pytest.raises(UsageError) as e:
+            found.exit_code([name])
+        assert e.value.problems[0].code == "target-unknown"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,8 @@ def test_a_server_that_pads_routed_experts_needs_that_width_of_the_shared_one() 
     assert target.contract is MEGAMOE_128
     assert needed_contract(target) is MEGAMOE_512
     assert all(needed_contract(t) is t.contract for t in TARGETS if not t.routed_pad)
+    assert needed_contract(replace(target, routed_pad=256)) is MEGAMOE_512
+    assert needed_contract(replace(target, routed_pad=64)) is MEGAMOE_128
 
 
 def test_contracts_are_what_the_kernels_assert() -> None:
