@@ -1,7 +1,7 @@
 """Contradictions between the configs and the stored tensors: widths, counts, formats, and experts that are missing.
 
-Headers are right; servers believe the config. What configs say against each other is found where they are read
-(`fse_convert.model.quantization`).
+Headers are right; servers believe the config. What configs say against each other of the quantisation is found where they are read
+(`fse_convert.model.quantization`), of the number of layers in `fse_convert.model.describe`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _top_k_conflicts(family: Family, config: Mapping[str, Any], layers: Sequence
 
 
 def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence[MoELayer]) -> Iterator[Problem]:
-    """Find layers with experts that a server would build without, as the config says."""
+    """Find layers with experts that a server would build without, as the config says, and lists too short to say of every layer."""
     rule = family.sparse or EVERY_LAYER
     expected, depth = expected_layers(family, config, decoder), family.number(config, *family.depth_keys)
     if depth is None or family.per_layer(config):
@@ -202,8 +202,9 @@ def _modules(group: ExpertGroup) -> tuple[str, ...]:
 def covered(entries: Sequence[str], name: str, modules: Iterable[str] = ()) -> bool:
     """Tell whether some entry of an exclusion list may mean a module: by name, prefix, shell pattern or ``re:`` expression.
 
-    ``modules``: names of modules below it, beside those that most families have. Wider than any one server's matching, so that
-    nothing is called stale which some server would exclude.
+    ``modules``: names of modules below it, beside those that most families have. An entry that names something inside of the module
+    or around it counts, as servers and exporters have it. What a change of format writes into such lists is decided by
+    `fse_convert.plan.changes.module_patterns`, module by module.
     """
     names = (name, f"model.{name}", f"{name}.gate_proj", f"{name}.w1", f"{name}.0.w1", f"{name}.0.gate_proj", *modules)
     return any(_means(entry, names) for entry in entries)

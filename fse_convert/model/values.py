@@ -1,7 +1,7 @@
 """What config.json may hold in the keys that experts, their layers and their quantisation are built from, as one table.
 
 An absent key and null are left to the loader, which takes a default of its own. Types are those of transformers' config classes,
-which check them (5.20 models/*/configuration_*.py, ``@strict``), and of what vLLM 0.33 and SGLang 0.5.23 compute with them:
+which check them (5.24 models/*/configuration_*.py, ``@strict``), and of what vLLM 0.33 and SGLang 0.5.23 compute with them:
 layers/quantization/fp8.py of both for a quantisation.
 """
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from math import prod
 
 from fse_convert.checkpoint.header import BITS
+from fse_convert.layout.sizes import GROUP
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.model.formats import Format
 from fse_convert.model.moe import LayerKind, Projection
-from fse_convert.servers.native import KERNEL_GROUP, LaunchWidths
+from fse_convert.servers.native import LaunchWidths
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def padding(description: Description, new: LaunchWidths) -> Padding:
 def kernel_shared(layers: Iterable[LayerDescription]) -> int:
     """Add up the bytes of the shared experts in the kernel's layout, at their own width: FP8 and a scale per 32 columns."""
     sizes = (len(d.shared.formats) * d.shared.width * d.shared.hidden for d in layers if d.shared)
-    return sum(size + size // KERNEL_GROUP for size in sizes)
+    return sum(size + size // GROUP for size in sizes)
 
 
 def _nbytes(projections: Iterable[Projection]) -> int:

@@ -1,4 +1,4 @@
-"""Notes on a plan: what the user should know though nothing is wrong. Shown by `report`."""
+"""Notes on a plan: what the user should know though nothing is wrong."""
 
 from __future__ import annotations
 

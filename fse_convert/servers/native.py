@@ -13,7 +13,7 @@ from typing import Any
 
 from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.errors import some
-from fse_convert.layout.sizes import round_up
+from fse_convert.layout.sizes import GROUP, round_up
 from fse_convert.model.consistency import covered
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.families.family import SECTIONS, place
@@ -26,8 +26,6 @@ from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason
 
 WIDTHS = frozenset({"width-alignment", "width-ratio"})
 """Reasons that a conversion does away with."""
-KERNEL_GROUP = 32
-"""Columns per scale in the kernel."""
 SILU = "silu"
 KERNEL = (SILU, "situ", "swigluoai")
 """Values of ``hidden_act`` that DeepGEMM computes inside the launch (vLLM 0.33 fused_moe/deep_gemm_mega_moe.py:47-60)."""
@@ -228,8 +226,8 @@ def _format_reasons(routed: ExpertGroup, shared: ExpertGroup, pairings: Pairings
             allowed = ", ".join(k.value for k in allowed_shared)
             message = f"the shared expert is {f.label}; beside {routed.label} experts the launch takes {allowed} with E8M0 scales"
             yield Reason("shared-format", message)
-        elif f.block and f.block[1] % KERNEL_GROUP:
-            message = f"the shared expert has a scale per {f.block[1]} columns, no multiple of {KERNEL_GROUP}"
+        elif f.block and f.block[1] % GROUP:
+            message = f"the shared expert has a scale per {f.block[1]} columns, no multiple of {GROUP}"
             yield Reason("scale-block", message)
         elif not _kernel_scales(f):
             yield Reason("scale-dtype", f"the shared expert has {f.scale_dtype} scales, the kernel takes E8M0")

@@ -34,7 +34,7 @@ Everything else in a row was read, in its ``source``.
 
 
 def find_family(config: Mapping[str, Any], named: str = "") -> Family | None:
-    """Find the family by ``model_type``, at the top level or in ``text_config``; where no row has it, by the name that a user gave.
+    """Find the family by ``model_type``, in any section of config.json; where no row has it, by the name that a user gave.
 
     None when there is neither.
     """
