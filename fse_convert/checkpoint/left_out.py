@@ -129,7 +129,8 @@ def beside(names: Collection[str], listed: Collection[str] | None, *, whole: boo
     known = {CONFIG, INDEX, *(listed or ())}
     found = {n: kind for n in names if n not in known and (kind := _kind(n) or _companion(n, names))}
     shards = [n for n in names if n.endswith(SUFFIX) and "/" not in n]
-    if not (whole if listed is not None else any(n not in found for n in shards)):
+    weights_complete = whole if listed is not None else any(n not in found for n in shards)
+    if not weights_complete:
         found = {n: kind for n, kind in found.items() if n not in shards or kind is ADAPTERS}
     return found
 

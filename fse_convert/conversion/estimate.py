@@ -46,7 +46,7 @@ class Estimate:
 
 
 def estimate(plan: Plan, level: Level, workers: int, *, way: str, part: Collection[str] | None = None) -> Estimate:
-    """Estimate a conversion, as if nothing were there yet ``free`` is 0, for the caller to fill in.
+    """Estimate a conversion of which nothing is there yet; ``free`` is left 0, for the caller to fill in.
 
     ``way``: how untouched shards reach the output. ``part``: names of the files of a part, which proves nothing.
     """

@@ -171,14 +171,14 @@ class Conversion:
     def notes(self) -> tuple[Problem, ...]:
         """What to know before any work; where formats change, also what the scales alone tell of whether they can.
 
-        Not so in a part, and where torch is missing, which the change needs.
+        A part does not look at scales, nor does a machine without torch.
 
         Raises InvalidCheckpoint for a scale that the other format cannot hold, EnvironmentFailure.
         """
         found = notes(self.plan)
         recodes = any(isinstance(t.change, Recoded) for shard in self.plan.shards for t in shard.tensors)
         if recodes and has_torch() and not self.request.part:
-            from fse_convert.conversion.exact_fp8 import fit_note
+            from fse_convert.conversion.fp8_precheck import fit_note
 
             with environment(self.request.source):
                 fits = fit_note(self.plan)

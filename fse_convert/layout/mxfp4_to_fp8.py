@@ -24,6 +24,7 @@ from fse_convert.layout.ue8m0 import NAN, expand
 if TYPE_CHECKING:
     from torch import Tensor
 
+E4M3_NAN = 0x7F
 HEADROOM = 6
 """6 * 2**6 = 384 is the greatest MXFP4 value that E4M3, which ends at 448, has with a power of two."""
 SPAN = 14
@@ -164,7 +165,11 @@ def _span(bad: Tensor, most_ng: Tensor, least_ng: Tensor, e_ng: Tensor, block: t
 
 def _e4m3() -> dict[int, int]:
     """Return the codes of E4M3 by their values in units of 2**-13: 2**-9 is its least number, 4 bits are for what is finer."""
-    return {(a if a < 8 else (8 + a % 8) << (a >> 3) - 1) << 4: a for a in range(NAN >> 1)}
+    codes = {}
+    for code in range(E4M3_NAN):
+        exponent, mantissa = divmod(code, 8)
+        codes[(mantissa if exponent == 0 else (8 + mantissa) << exponent - 1) << 4] = code
+    return codes
 
 
 @lru_cache(maxsize=1)

@@ -131,8 +131,8 @@ class _Grouper:
         """Put the layers in order, and name those whose number contradicts the config's number of decoder layers."""
         blocks = [b for b in self.blocks.values() if not b.empty]
         decoder = [b for b in blocks if not self._is_mtp(b)]
-        numbered_on = [int(layer.rpartition(".")[2]) for layer in self.marked]
-        depth = min([max([self.num_layers or 0, *(b.number + 1 for b in decoder)]), *numbered_on])
+        deepest = max([self.num_layers or 0, *(b.number + 1 for b in decoder)])
+        depth = min([deepest, *(int(layer.rpartition(".")[2]) for layer in self.marked)])  # MTP layers may be numbered on
         layers = self._numbered(blocks, depth)
         twins = tuple(f"{twin}." for m in layers.values() for twin in m.twins)
         limit = self.num_layers

@@ -244,8 +244,8 @@ class Restoration:
         """Carry a file over; return how. Where the manifest has no digests, what came is compared with what was carried."""
         how = carry(self.folder.path(name), staging.path(name), self.link)
         staged = self._staged(name, staging)
-        unlike = self.staged[name].size != self.folder.files[name]
-        if unlike or (self.manifest.tensors is None and file_xxh3_128(staged) != file_xxh3_128(self.folder.path(name))):
+        cut = self.staged[name].size != self.folder.files[name]
+        if cut or (self.manifest.tensors is None and file_xxh3_128(staged) != file_xxh3_128(self.folder.path(name))):
             raise staging_lost(UNLIKE, staged)
         return how
 
