@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
@@ -27,8 +27,8 @@ UNFIT = frozenset({
     "block-size-invalid", "ignore-not-a-list", "quantization-not-an-object",
 })  # fmt: skip
 """Codes of conflicts by which no server that believes the config would load the tensors: such a checkpoint is broken."""
-LOAD_CONFLICTS = UNFIT | {"config-expert-dtype", "quantization-method"}
-"""The same, with those that a change of the config alone may mend."""
+LOAD_CONFLICTS = UNFIT | {"config-expert-dtype", "quantization-method", "config-readings"}
+"""The same, with those that a change of the config alone may mend, and those that some loader does not read."""
 OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "eetq", "gguf")
 """Methods that store weights as codes of their own: none of them reads FP8 blocks, MXFP4 or NVFP4."""
 WHOLE_MODEL = (*FP8_METHODS, "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8")
@@ -59,29 +59,58 @@ def _number_conflicts(
     count = _common(d.layer.count for d in decoder if d.layer.routed or d.routed)
     whose, inputs = ("shared", (d.shared for d in layers)) if family.shared else ("routed", (d.routed for d in layers))
     hidden = _common(group.hidden for group in inputs if group)
-    readings = (*family.widths, *family.readings)
-    each = [w.key for w in readings if w.share is Share.ONE_SHARED]
-    whole = [w for w in readings if w.share is not Share.ONE_SHARED]
     shown: list[tuple[str, tuple[str | None, ...], int | None, str]] = [
         ("config-conflict", (family.mtp_key,), len(layers) - len(decoder) or None, "MTP layers"),
         ("config-experts", family.n_routed_keys, count, "routed experts per decoder layer"),
         ("config-hidden", (family.hidden_key,), hidden, f"as the input of the {whose} experts"),
-        *(("config-width", (w.key,), w.of(routed, shared, 1), f"as the width of {w.share.value}") for w in whole),
     ]
     for code, keys, actual, what in shown:
         for s in family.stated(config, *keys):
             if s.number is not None and actual is not None and s.number != actual:
                 yield Problem(code, f"{s.path} is {s.value}, the tensors show {actual} {what}", "config.json")
+    readings = (*_width_readings(family, config, routed, shared), *_product_readings(family, config, routed, shared, n_shared))
+    for reading in readings:
+        if not reading.right:
+            others = [r.key for r in readings if r.right and r.of_shared == reading.of_shared and r.key != reading.key]
+            hint = f"loaders that read {others[0]} load these experts" if others else ""
+            yield Problem("config-readings" if others else "config-width", reading.message, "config.json", hint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What a loader makes of one key: a width of routed or shared experts, which the tensors bear out or not."""
+
+    key: str
+    of_shared: bool
+    right: bool
+    message: str
+
+
+def _width_readings(family: Family, config: Mapping[str, Any], routed: int | None, shared: int | None) -> Iterator[_Reading]:
+    """Compare the keys that state the width of a routed expert, or of the whole shared MLP."""
+    for w in (*family.widths, *family.readings):
+        actual = None if w.share is Share.ONE_SHARED else w.of(routed, shared, 1)
+        for s in family.stated(config, w.key) if actual is not None else ():
+            if s.number is not None:
+                message = f"{s.path} is {s.value}, the tensors show {actual} as the width of {w.share.value}"
+                yield _Reading(w.key, w.share is not Share.ROUTED, s.number == actual, message)
+
+
+def _product_readings(
+    family: Family, config: Mapping[str, Any], routed: int | None, shared: int | None, n_shared: int
+) -> Iterator[_Reading]:
+    """Compare the width of one shared expert, times their number, with the width of the shared MLP."""
     if shared is None or not family.n_shared_keys:
         return
+    each = [w.key for w in (*family.widths, *family.readings) if w.share is Share.ONE_SHARED]
     parts = [(s.path, s.number) for s in family.stated(config, *each)]
     if not any(family.stated(config, *(w.key for w in family.widths if w.share is not Share.ROUTED))):
         parts.append((family.widths[0].key, routed))
     counts = {n_shared, *(s.number for s in family.stated(config, *family.n_shared_keys) if s.number is not None)}
     for (key, width), n in product(parts, sorted(counts)):
-        if width is not None and shared != width * n:
+        if width is not None:
             message = f"{key} x {n} shared is {width * n}, the shared experts are {shared} wide"
-            yield Problem("config-width", message, "config.json")
+            yield _Reading(key.rpartition(".")[2], True, shared == width * n, message)
 
 
 def unstated(family: Family, config: Mapping[str, Any], n_shared: int) -> Iterator[Problem]:
@@ -94,11 +123,11 @@ def unstated(family: Family, config: Mapping[str, Any], n_shared: int) -> Iterat
 
 
 def _top_k_conflicts(family: Family, config: Mapping[str, Any], layers: Sequence[LayerDescription]) -> Iterator[Problem]:
-    """Find tokens that would pass more routed experts than any layer has."""
+    """Find tokens that would pass no routed expert, or more than any layer has; a model without routed experts says 0."""
     most = max((d.layer.count for d in layers), default=0)
     for s in family.stated(config, *TOP_K):
-        if s.number is not None and most and s.number > most:
-            yield Values(f"at most {most}, the routed experts of a layer", bool).refusal(s.path, s.value)
+        if s.number is not None and most and not 1 <= s.number <= most:
+            yield Values(f"1 to {most}, the routed experts of a layer", bool).refusal(s.path, s.value)
 
 
 def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence[MoELayer]) -> Iterator[Problem]:
@@ -112,8 +141,9 @@ def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence
             yield Values(f"an entry for each of {depth} layers", bool).refusal(s.path, s.value)
     dense = [m.name for m in decoder if expected is not None and m.index not in expected and m.index < depth]
     if dense:
-        said = ", ".join(s.path for s in family.stated(config, *rule.words, rule.first, rule.last, rule.step, rule.dense))
-        message = f"{some(dense)} have experts, which the config says are dense layers, by {said}"
+        stated = family.stated(config, *rule.words, rule.first, rule.last, rule.step, rule.dense)
+        said = ", ".join(s.path for s in stated if s.value != 1 or s.path.rpartition(".")[2] != rule.step)
+        message = f"experts in layers that the config says are dense, by {said}: {some(dense)}"
         yield Problem("config-dense", message, "config.json", "make these keys say which layers have experts: servers believe them")
 
 

@@ -56,7 +56,7 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization, named: str) ->
     depths = tuple(_depth_conflicts(family, config, grouping))
     against = (*conflicts(family, config, quantization, layers, n_shared), *depths)
     lacking = gaps(family, config, grouping.layers) if not (grouping.beyond or grouping.early) else ()
-    if layers and (wrong := tuple(misstated(family, config))):  # what is no number is compared with none
+    if layers and (wrong := tuple(misstated(family, config))):  # values of a wrong type cannot be compared
         against, lacking = wrong, ()
     found = (*against, *quantization.conflicts, *_unheeded(family, model_type, named))
     return Description(

@@ -57,12 +57,6 @@ WORDS = _either(WORD, _each(WORD, "a list of strings", least=0))
 OBJECT = Values("an object", lambda v: isinstance(v, Mapping))
 DYNAMIC = Values('"dynamic"', lambda v: v == "dynamic")
 """How activations are scaled beside weights in blocks (vLLM 0.33 layers/quantization/fp8.py, SGLang 0.5.23 alike)."""
-ROUTING: Mapping[str, Values] = {
-    "norm_topk_prob": Values("true or false", lambda v: isinstance(v, bool)),
-    "routed_scaling_factor": Values("a number", lambda v: type(v) in (int, float)),
-    "scoring_func": WORD,
-    "topk_method": WORD,
-}
 QUANTIZATION: Mapping[str, Values] = {
     **dict.fromkeys(("quant_method", "quant_algo", "moe_quant_algo", "scale_fmt", "store_dtype"), WORD),
     "activation_scheme": _either(DYNAMIC, Values('"static"', lambda v: v == "static")),
@@ -72,14 +66,14 @@ QUANTIZATION: Mapping[str, Values] = {
 
 
 def allowed(family: Family) -> Mapping[str, Values]:
-    """Return the values that each key of a family may have: sizes, numbers of experts, routing, which layers have experts."""
+    """Return the values that each key of a family may have: sizes, numbers of experts, which layers have experts."""
     rule = family.sparse or EVERY_LAYER
     size, count, layer = (SIZES, COUNTS, LAYERS) if family.lists else (SIZE, COUNT, LAYER)
     widths = (*family.widths, *family.readings)
     rows: tuple[tuple[Values, Iterable[str | None]], ...] = (
         (SIZE, (family.hidden_key, *family.depth_keys)),
-        (count, (*family.n_routed_keys, *family.n_shared_keys, *(w.key for w in widths if w.share is not Share.ROUTED))),
-        (size, (*TOP_K, *(w.key for w in widths if w.share is Share.ROUTED))),
+        (count, (*TOP_K, *family.n_routed_keys, *family.n_shared_keys, *(w.key for w in widths if w.share is not Share.ROUTED))),
+        (size, (w.key for w in widths if w.share is Share.ROUTED)),
         (COUNT, (family.mtp_key, family.mtp_routed_key)),
         (count, (rule.first,)),
         (layer, (rule.last,)),
@@ -87,7 +81,7 @@ def allowed(family: Family) -> Mapping[str, Values]:
         (NUMBERS, (rule.dense,)),
         (WORDS, rule.words),
     )
-    return {**{key: values for values, keys in rows for key in keys if key}, **ROUTING}
+    return {key: values for values, keys in rows for key in keys if key}
 
 
 def misstated(family: Family, config: Mapping[str, Any]) -> Iterator[Problem]:

@@ -308,9 +308,10 @@ HAZARDS: tuple[Hazard, ...] = (
     ),
     Hazard(
         "drafter-short",
-        "builds as many layers of the drafter as config.json promises, and some have no tensors: loading the drafter fails",
+        "builds as many drafter layers as config.json promises, and some have no tensors: the load fails, or they stay empty",
         "fetch the missing layers, or serve without the drafter",
-        "0.33 models/deepseek_v4/nvidia/mtp.py:218, 513 (ValueError), models/deepseek_v41/nvidia/dspark.py:85-89",
+        "0.33 models/deepseek_v4/nvidia/mtp.py:218, 513 and model_executor/models/deepseek_mtp.py:530 raise;"
+        " models/deepseek_v41/nvidia/dspark.py:85-89 and qwen3_5_mtp.py check nothing",
         _drafter_short,
     ),
     FP8_BLOCK_HAZARD,

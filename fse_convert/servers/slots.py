@@ -22,7 +22,7 @@ from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason
 SLOT_KINDS = frozenset({
     StorageKind.FP8_BLOCK, StorageKind.FP8_CHANNEL, StorageKind.FP8_TENSOR, StorageKind.MXFP4, StorageKind.NVFP4, StorageKind.PLAIN,
 })  # fmt: skip
-"""Formats of routed experts of which it was read what becomes of a shared expert in a slot, here and in vLLM on ROCm."""
+"""Formats of routed experts for which it was read what becomes of a shared expert in a slot, here and in vLLM on ROCm."""
 
 
 @dataclass(frozen=True)

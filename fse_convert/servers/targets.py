@@ -135,7 +135,7 @@ class Target:
 
 V4_ONLY = frozenset({"deepseek_v4"})
 KIMI_K3 = frozenset({"kimi_k3"})
-VLLM = "SM100, --moe-backend deep_gemm_mega_moe, --enable-expert-parallel, no pipeline parallelism"
+VLLM = "SM100, --moe-backend deep_gemm_mega_moe, --enable-expert-parallel, no pipeline parallelism beside TP"
 """Then sequence parallelism, which fusion needs at TP > 1, is on (0.30 models/deepseek_v4/nvidia/model.py:1120, 0.33 :571)."""
 SGLANG = "SM100, --moe-a2a-backend megamoe"
 SGLANG_SCALES = (*E8M0_DTYPES, "F32")

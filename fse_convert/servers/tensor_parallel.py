@@ -91,7 +91,7 @@ RULES: tuple[Rule, ...] = (
         source="0.5.23 models/gpt_oss.py:964-1007 (ranks are cut at whole blocks of 32)",
     ),
     Rule(
-        "SGLang", FP4, shared=False, partial=Load.REFUSED, methods=FP8_METHODS, config_block=True,
+        "SGLang", MXFP4, shared=False, partial=Load.REFUSED, methods=FP8_METHODS, config_block=True,
         source="0.5.23 layers/quantization/fp8.py:1588-1601 (checked before the experts' own format is looked at)",
     ),
     Rule("SGLang", FP4, shared=False, partial=Load.WRONG, source="0.5.23 layers/quantization/mxfp4.py:455-550 (nothing checks)"),

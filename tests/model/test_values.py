@@ -13,7 +13,7 @@ from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import FAMILIES
 from fse_convert.model.quantization import read_quantization
 from fse_convert.model.values import QUANTIZATION, TOP_K, allowed, misstated
-from fse_convert.testing.memory import Model, description_of
+from fse_convert.testing.memory import Model, description_of, matrix
 
 Made = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
@@ -84,17 +84,17 @@ def test_a_block_takes_dynamic_activations_alone() -> None:
 @pytest.mark.parametrize(("key", "most"), [("num_experts_per_tok", 2), ("moe_topk", 2), ("dspark_num_experts_per_tok", 2)])
 def test_a_token_passes_no_more_experts_than_there_are(key: str, most: int) -> None:
     model = Model(experts=most)
-    for value in (most, most + 1):
+    for value in (0, 1, most, most + 1):
         found = description_of({**model.full_config(), key: value}, model.tensors()).conflicts
         assert [p.message for p in found if p.code == "config-value"] == (
-            [f"{key} is {value}, expected at most {most}, the routed experts of a layer"] if value > most else []
+            [f"{key} is {value}, expected 1 to {most}, the routed experts of a layer"] if value not in (1, most) else []
         )
 
 
 WRONG = {"scale_fmt": 5, "activation_scheme": "x", "weight_block_size": "128", "modules_to_not_convert": "lm_head"} | {
     key: {} for key in ("hidden_size", "num_hidden_layers", "n_routed_experts", "n_shared_experts", "moe_intermediate_size",
                         "num_experts_per_tok", "num_nextn_predict_layers", "dspark_n_routed_experts", "mlp_layer_types",
-                        "norm_topk_prob", "routed_scaling_factor", "scoring_func", "topk_method", "quant_method")
+                        "quant_method")
 }  # fmt: skip
 """A wrong value by key; the first four and the last are of a quantisation."""
 IN_QUANTISATION = (*list(WRONG)[:4], "quant_method")
@@ -115,3 +115,14 @@ def test_commands_give_one_answer(key: str, source: Made, tmp_path: Path, run: R
     ):
         exit_code, text, _ = run(*arguments, "--json")
         assert (exit_code, code in {p["code"] for p in json.loads(text)["problems"]}) == (3, True)
+
+
+def test_a_model_without_routed_experts_says_zero() -> None:
+    """Dense Granite 4.0 has num_local_experts 0 and num_experts_per_tok 0, and a shared MLP in each layer."""
+    config = {"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 0, "hidden_size": 64,
+              "intermediate_size": 128, "shared_intermediate_size": 128, "num_hidden_layers": 1}  # fmt: skip
+    tensors = {
+        f"model.layers.0.shared_mlp.{name}.weight": matrix("bf16", n, k)["weight"]
+        for name, (n, k) in {"input_linear": (256, 64), "output_linear": (64, 128)}.items()
+    }
+    assert [p for p in description_of(config, tensors).conflicts if p.code == "config-value"] == []

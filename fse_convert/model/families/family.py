@@ -94,7 +94,7 @@ class Width:
     dense_key: str | None = None
 
     def of(self, routed: int | None, shared: int | None, n_shared: int) -> int | None:
-        """Return what the key must say of experts so wide, ``n_shared`` of them shared; None where no integer says it."""
+        """Return what the key must hold for experts of this width, ``n_shared`` of them shared; None where no integer says it."""
         if self.share is Share.ROUTED:
             return routed
         if self.share is Share.SHARED or shared is None:
