@@ -229,7 +229,7 @@ def _drafter_short(s: Situation) -> bool:
 def _unstated(s: Situation) -> bool:
     """Tell it of slots and AITER; of the native path `fse_convert.servers.native.config_verdict` does."""
     asks = s.verdict.fused and not isinstance(s.target, Target)
-    return asks and not s.subject.quantization.quantized and not all(_is(group, PLAIN) for group in s.layer.groups)
+    return asks and s.subject.quantization.method is None and not all(_is(group, PLAIN) for group in s.layer.groups)
 
 
 def _scales_expected(s: Situation) -> bool:

@@ -7,7 +7,7 @@ as a mismatch.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -305,4 +305,4 @@ def swiglu_limit(source: Source) -> float | None:
     value = place(source.checkpoint.config, source.description.section).get("swiglu_limit")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if 0 < value < math.inf else None
+    return float(value) if 0 < value <= sys.float_info.max else None

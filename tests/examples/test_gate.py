@@ -57,6 +57,11 @@ def test_a_server_that_does_not_fuse_fails_the_job(gate: Gate, made: Callable[..
     assert (tmp_path / "fse-report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_targets_may_stand_on_lines_of_their_own(gate: Gate, made: Callable[..., Path]) -> None:
+    code, out, _ = gate(made(), "\n  vllm-0.33\n  vllm-0.30\n")
+    assert (code, out.partition("::width")[0]) == (ExitCode.NO, "::error title=vllm-0.30 does not fuse")
+
+
 def test_a_checkpoint_that_fuses_passes(gate: Gate, made: Callable[..., Path]) -> None:
     code, out, summary = gate(made(width=512), "vllm-0.30 vllm-0.33")
     assert (code, "::error" in out) == (ExitCode.OK, False)
@@ -69,6 +74,8 @@ def test_a_checkpoint_that_fuses_passes(gate: Gate, made: Callable[..., Path]) -
         ("/no/such/folder", "vllm-0.33", ExitCode.INVALID, "no-such-folder"),
         ("hf://not a model", "vllm-0.33", ExitCode.USAGE, "hub-address"),
         ("/", "vllm-9", ExitCode.USAGE, "target-unknown"),
+        ("--help", "vllm-0.33", ExitCode.INVALID, "no-such-folder"),
+        ("/", " \n", ExitCode.USAGE, "no target"),
     ],
 )
 def test_a_failure_is_an_annotation_and_in_the_summary(checkpoint: str, require: str, code: int, title: str, gate: Gate) -> None:

@@ -287,7 +287,7 @@ def test_convert_and_inspect_refuse_what_is_incomplete(source: Source, tmp_path:
     ids=["one of two keys fits", "neither fits", "the only key does not fit"],
 )
 def test_where_another_key_fits_some_loader_loads_it(config: dict[str, Any], code: str) -> None:
-    """SGLang reads moe_intermediate_size of DeepSeek-V4, transformers intermediate_size where it is: the checkpoint is not broken."""
+    """SGLang reads moe_intermediate_size of DeepSeek-V4, transformers intermediate_size where it is: it is not broken."""
     model = Model()
     found = description_of({**model.full_config(), **config}, model.tensors()).conflicts
     assert {c.code for c in found} == {code}

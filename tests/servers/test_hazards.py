@@ -70,6 +70,12 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
         "quantization-unstated",
         ALL_SLOTS | dict.fromkeys(AITER, "xxx"),
     ),
+    (
+        "FP8 experts, a quantisation without a method",
+        fp8("fp8-128-f32-scale", quantization_config={k: v for k, v in FP8.items() if k != "quant_method"}),
+        "quantization-unstated",
+        ALL_SLOTS | dict.fromkeys(AITER, "xxx"),
+    ),
     ("BF16 experts, none stated", Model(routed="bf16", shared="bf16"), "quantization-unstated", {}),
     (
         "BF16 experts of an FP8 config",
