@@ -35,6 +35,7 @@ demo: $(VENV)/installed ## make a DeepSeek-V4.1-shaped checkpoint, convert it, p
 	rm -rf $(DEMO)
 	$(BIN)/python -m fse_convert.testing $(DEMO)/checkpoint --kind v4.1-flash --layers 2 --mtp 1 --experts 8
 	$(BIN)/fse-convert $(DEMO)/checkpoint $(DEMO)/converted
+	@echo "fse-convert is $(BIN)/fse-convert here"
 
 test: $(VENV)/dev ## all tests, the published peers included (downloads their wheels once)
 	$(PYTEST) -n auto

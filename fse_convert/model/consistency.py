@@ -117,7 +117,9 @@ def unstated(family: Family, config: Mapping[str, Any], n_shared: int) -> Iterat
     """Find sizes of the model that config.json does not state: loaders take a default of their own, or raise."""
     widths = tuple(w.key for w in family.widths if w.share is Share.ROUTED and not w.optional)
     shared = family.n_shared_keys if n_shared else ()
-    for keys in ((family.hidden_key,), family.depth_keys, widths, family.n_routed_keys, shared):
+    own = [w for w in family.widths if n_shared and w.share is not Share.ROUTED]
+    shared_widths = tuple(w.key for w in own) if any(w.assumed and not w.optional for w in own) else ()
+    for keys in ((family.hidden_key,), family.depth_keys, widths, family.n_routed_keys, shared, shared_widths):
         if keys and not any(family.stated(config, *keys)):
             yield Problem("config-unstated", f"there is no {' or '.join(keys)}", "config.json", "state what the tensors have")
 

@@ -285,6 +285,13 @@ HAZARDS: tuple[Hazard, ...] = (
         _e8m0_experts,
     ),
     Hazard(
+        "shared-scale-bytes",
+        "copies the shared expert's scales, whose dtype is U8, as plain numbers into E8M0 ones: its values are wrong",
+        "store them as F8_E8M0: the bytes stay the same",
+        "0.33 model_executor/layers/quantization/fp8.py:331-340 (float8_e8m0fnu), model_executor/parameter.py (copy_)",
+        lambda s: s.target.engine == "vLLM" and s.verdict.fused and s.deepseek_fp8 and _is(s.shared, FP8, "U8"),
+    ),
+    Hazard(
         "fp8-slot-e8m0",
         "copies the shared expert's E8M0 scales as plain numbers into a slot whose scales are F32: its values are wrong",
         AS_F32,

@@ -104,6 +104,12 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
     ("the official V4", Model(shared="fp8-128"), "aiter-fp4-overlooked", dict.fromkeys(AITER[1:4], "xxx")),
     ("V4 with FP8 experts", fp8("fp8-128-f32-scale"), "aiter-fp4-overlooked", {}),
     (
+        "shared scales typed U8",
+        Model(shared="fp8-32-u8", config={"quantization_config": {**FP8, "weight_block_size": [32, 32]}}),
+        "shared-scale-bytes",
+        dict.fromkeys([f"vllm-0.{n}" for n in range(31, 34)], "xxx"),
+    ),
+    (
         "FP8 without an activation scheme",
         Model(config={"quantization_config": {key: value for key, value in FP8.items() if key != "activation_scheme"}}),
         "activation-scheme-missing",
