@@ -118,7 +118,7 @@ def _plain_header(raw: bytes, payload: int, shard: str) -> Header | None:
         if not all(type(v) is str for v in metadata.values()):
             return None
         tensors, keys_inside = _plain_tensors(entries, payload, shard)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # 0.19's is no ValueError
         return None
     if raw.count(b":") != keys + keys_inside:
         return None
