@@ -35,7 +35,9 @@ try:
     main(sys.argv[1:])
 finally:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    print(used.ru_utime + used.ru_stime, used.ru_maxrss, "torch" in sys.modules, file=sys.stderr)
+    # Not ru_maxrss, which counts what the parent held when it began this process.
+    peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    print(used.ru_utime + used.ru_stime, peak, "torch" in sys.modules, file=sys.stderr)
 """
 
 
