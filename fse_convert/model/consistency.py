@@ -20,7 +20,7 @@ from fse_convert.model.families.family import EVERY_LAYER, MOE_WORDS, Family, Sh
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.model.quantization import FP8_METHODS, Quantization
-from fse_convert.model.values import TOP_K, Values
+from fse_convert.model.values import TOP_K, unexpected
 
 UNFIT = frozenset({
     "config-value", "config-width", "config-layers", "config-dense", "config-block", "config-hidden", "config-experts",
@@ -129,7 +129,7 @@ def _top_k_conflicts(family: Family, config: Mapping[str, Any], layers: Sequence
     most = max((d.layer.count for d in layers), default=0)
     for s in family.stated(config, *TOP_K):
         if s.number is not None and most and not 1 <= s.number <= most:
-            yield Values(f"1 to {most}, the routed experts of a layer", bool).refusal(s.path, s.value)
+            yield unexpected(s.path, s.value, f"1 to {most}, the routed experts of a layer")
 
 
 def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence[MoELayer]) -> Iterator[Problem]:
@@ -140,7 +140,7 @@ def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence
         return
     for s in family.stated(config, *rule.words, rule.step):
         if isinstance(s.value, list | str) and len(s.value) < depth:
-            yield Values(f"an entry for each of {depth} layers", bool).refusal(s.path, s.value)
+            yield unexpected(s.path, s.value, f"an entry for each of {depth} layers")
     dense = [m.name for m in decoder if expected is not None and m.index not in expected and m.index < depth]
     if dense:
         stated = family.stated(config, *rule.words, rule.first, rule.last, rule.step, rule.dense)

@@ -30,8 +30,13 @@ class Values:
 
     def refusal(self, key: str, value: object, where: str = "config.json") -> Problem:
         """Return the problem that another value is."""
-        hint = "servers compute with it: write what belongs to these weights"
-        return Problem("config-value", f"{key} is {shortened(value)}, expected {self.what}", where, hint)
+        return unexpected(key, value, self.what, where)
+
+
+def unexpected(key: str, value: object, what: str, where: str = "config.json") -> Problem:
+    """Return the problem that the value of a key is; ``what``: words that follow "expected"."""
+    hint = "servers compute with it: write what belongs to these weights"
+    return Problem("config-value", f"{key} is {shortened(value)}, expected {what}", where, hint)
 
 
 def _integer(least: int) -> Values:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import Problem
-from fse_convert.model.consistency import covered, dense_conflicts, expected_layers
+from fse_convert.model.consistency import covered, dense_conflicts, expected_layers, unstated
 from fse_convert.model.families.find import find_family
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.testing.memory import PROJ, Model, Tensors, description_of, expert, subject_of
@@ -291,3 +291,13 @@ def test_where_another_key_fits_some_loader_loads_it(config: dict[str, Any], cod
     model = Model()
     found = description_of({**model.full_config(), **config}, model.tensors()).conflicts
     assert {c.code for c in found} == {code}
+
+
+@pytest.mark.parametrize(("value", "told"), [({"shared_expert_intermediate_size": 256}, False), ({}, True)], ids=["stated", "not"])
+def test_a_width_of_shared_experts_that_loaders_would_make_up_is_told(value: dict[str, Any], told: bool) -> None:
+    """Without the key loaders of Qwen's take a default of their own."""
+    config = {"model_type": "qwen3_5_moe_text", **value}
+    family = find_family(config)
+    assert family is not None
+    assert ("there is no shared_expert_intermediate_size" in [p.message for p in unstated(family, config, 1)]) is told
+    assert "there is no shared_expert_intermediate_size" not in [p.message for p in unstated(family, config, 0)]
