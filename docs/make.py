@@ -32,8 +32,9 @@ from fse_convert.report.schemas import RESPONSES, schema
 from fse_convert.servers.aiter.families import AITER_FAMILIES
 from fse_convert.servers.aiter.question import AITER_TARGETS
 from fse_convert.servers.judge import Question
+from fse_convert.servers.load_padding import ROUTED_PAD, needed_contract
 from fse_convert.servers.slots import SLOT_TARGETS
-from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target, needed_contract
+from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target
 from fse_convert.testing.checkpoints import make_checkpoint
 from fse_convert.testing.examples import example_of
 from fse_convert.testing.memory import checkpoint
@@ -231,8 +232,8 @@ def _rules() -> Iterator[str]:
 
 def _rules_of(target: Target) -> Iterator[str]:
     yield f"fuses {_pairings(target.pairings)}" if target.fuses else f"runs {_routed(target.pairings)} experts, shared ones beside"
-    if target.routed_pad:
-        yield f"pads routed experts to a multiple of {target.routed_pad} at load"
+    if target.name in ROUTED_PAD:
+        yield f"pads routed experts to a multiple of {ROUTED_PAD[target.name]} at load"
     if target.hidden_multiple:
         yield f"hidden size a multiple of {target.hidden_multiple}"
     for kind, (width, hidden) in target.multiples.items():

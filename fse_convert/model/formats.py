@@ -164,6 +164,10 @@ class Format:
         """Return the ``[N, K]`` of a projection whose expert is so wide."""
         return (self.shape[0], width) if role is Role.DOWN else (width, self.shape[1])
 
+    def width_block(self, role: Role) -> int:
+        """Return how many elements of the expert's width share a scale: rows of gate and up, columns of down."""
+        return self.block[1 if role is Role.DOWN else 0] if self.block else 1
+
     def shared_by(self, projections: int) -> Format:
         """Return the format of one of several projections that share its rows evenly; itself where the rows cannot be shared so."""
         rows, columns = self.shape

@@ -9,9 +9,10 @@ from fse_convert.model.moe import LayerKind
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.servers.judge import Answer, Question
+from fse_convert.servers.load_padding import needed_contract
 from fse_convert.servers.naming import Named
 from fse_convert.servers.subject import Subject
-from fse_convert.servers.targets import CONTRACT, TARGETS, Target, find_target, needed_contract
+from fse_convert.servers.targets import CONTRACT, TARGETS, Target, find_target
 from fse_convert.servers.verdict import Outcome
 
 TOPICS = {Question.NATIVE: "NVIDIA MegaMoE", Question.AITER: "AMD AITER", Question.SLOTS: "Slots"}

@@ -13,8 +13,9 @@ from fse_convert.plan.changes.change import FormatChange
 from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import OutputShard
 from fse_convert.servers.judge import AnyTarget
+from fse_convert.servers.load_padding import needed_contract
 from fse_convert.servers.native import LaunchWidths
-from fse_convert.servers.targets import CONTRACT, Contract, Target, needed_contract
+from fse_convert.servers.targets import CONTRACT, Contract, Target
 from fse_convert.servers.verdict import Verdict
 from fse_convert.sidecar.manifest import ConfigEdit
 from fse_convert.sidecar.tensors import KernelTensorName

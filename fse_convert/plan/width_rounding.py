@@ -8,12 +8,11 @@ from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout.sizes import round_up
 from fse_convert.model.description import Description
 from fse_convert.model.families.family import Share
-from fse_convert.model.formats import Format
-from fse_convert.model.moe import Role
 from fse_convert.plan.plan import Options
+from fse_convert.servers.load_padding import needed_contract
 from fse_convert.servers.native import LaunchWidths
 from fse_convert.servers.subject import Subject
-from fse_convert.servers.targets import CONTRACTS, Target, find_target, width_multiple
+from fse_convert.servers.targets import CONTRACTS, Target, find_target
 from fse_convert.servers.tensor_parallel import ENGINES, Multiples, rank_multiples
 
 
@@ -32,26 +31,33 @@ def needed_widths(checkpoint: Subject, options: Options, stored: LaunchWidths) -
 
     A shared MLP of n routed widths keeps its n for a target, as servers fuse experts of one width, and where no other config key
     has its width. Any other grows by itself: for a contract to a multiple of the routed width, as the kernel runs it as so many
-    experts. Routed experts never grow to a width at which a loader would take rows of a stack for columns.
+    experts.
     """
-    multiples = Multiples() if options.tp == 1 else rank_multiples(checkpoint, options.tp, _engines(options))
-    if options.contract and isinstance(options.target, Target):
-        multiple, granularity = 1, 1
-        for layer in checkpoint.description.layers:
-            if layer.routed:
-                multiple = lcm(multiple, width_multiple(options.target, layer.routed.gate.kind))
-            for group in layer.groups:
-                granularity = lcm(granularity, *(_width_block(r, f) for r, f in group.formats.items()))
-        multiples = Multiples(lcm(multiples.routed, multiple, granularity * options.tp), multiples.shared)
     own = _own_keys(checkpoint)
-    if Share.ONE_SHARED in own:
-        multiples = Multiples(multiples.routed, lcm(multiples.shared, checkpoint.description.n_shared or 1))
+    multiples = _multiples(checkpoint, options, own)
     n_shared, rest = divmod(stored.shared, stored.routed)
     if not rest and (options.target or not own):
         routed = _grown(checkpoint, stored.routed, multiples.of_one(n_shared))
         return LaunchWidths(routed, n_shared * routed)
     routed = _grown(checkpoint, stored.routed, multiples.routed)
     return LaunchWidths(routed, round_up(stored.shared, lcm(multiples.shared, routed if options.contract else 1)))
+
+
+def _multiples(checkpoint: Subject, options: Options, own: set[Share]) -> Multiples:
+    """Return what ranks, target and config ask of the widths. ``own``: what keys for shared experts alone state."""
+    ranks = Multiples() if options.tp == 1 else rank_multiples(checkpoint, options.tp, _engines(options))
+    target = options.target if options.contract and isinstance(options.target, Target) else None
+    routed = lcm(ranks.routed, _target_multiple(checkpoint, target, options.tp)) if target else ranks.routed
+    parts = checkpoint.description.n_shared if Share.ONE_SHARED in own else 1
+    return Multiples(routed, lcm(ranks.shared, parts or 1))
+
+
+def _target_multiple(checkpoint: Subject, target: Target, tp: int) -> int:
+    """Return what a target asks of a routed width: its contract, a rule of its own for the format, whole scale blocks per rank."""
+    layers = checkpoint.description.layers
+    own = (target.multiples.get(d.routed.gate.kind, (1, 1))[0] for d in layers if d.routed)
+    blocks = (f.width_block(role) for d in layers for group in d.groups for role, f in group.formats.items())
+    return lcm(needed_contract(target).width_multiple, *own, tp * lcm(*blocks))
 
 
 def _grown(checkpoint: Subject, width: int, multiple: int) -> int:
@@ -79,12 +85,6 @@ def _engines(options: Options) -> tuple[str, ...]:
     """Return the servers whose ranks must hold whole blocks: the one that was named, else all whose rules are known."""
     named = options.server.engine.partition(" ")[0] if options.server else ""
     return (named,) if named in ENGINES else ENGINES
-
-
-def _width_block(role: Role, f: Format) -> int:
-    if f.block is None:
-        return 1
-    return f.block[1] if role is Role.DOWN else f.block[0]
 
 
 def contract_widths(checkpoint: Subject, tp: int) -> dict[str, LaunchWidths]:

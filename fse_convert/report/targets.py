@@ -10,6 +10,7 @@ from fse_convert.report.console import console, gathered, grid, say
 from fse_convert.report.records import Record, Response, fill
 from fse_convert.servers.aiter.question import AITER_TARGETS
 from fse_convert.servers.judge import AnyTarget, Question
+from fse_convert.servers.load_padding import ROUTED_PAD
 from fse_convert.servers.slots import SLOT_TARGETS
 from fse_convert.servers.targets import TARGETS
 
@@ -21,7 +22,7 @@ def print_targets() -> None:
     """Print the targets, those with a kernel contract first, and what each server must be started with."""
     native = []
     for t in TARGETS:
-        pads = f", pads routed to {t.routed_pad}" if t.routed_pad else ""
+        pads = f", pads routed to {ROUTED_PAD[t.name]}" if t.name in ROUTED_PAD else ""
         native.append((t.name, t.contract.name, f"multiple of {t.contract.width_multiple}{pads}", "yes" if t.fuses else "no"))
     table = grid(native, console().width, flexible=(2,), head=("target", "kernel contract", "width", "fuses shared"))
     say([Question.NATIVE.heading, table, *_needs(t for t in TARGETS if not t.is_contract)])
@@ -58,7 +59,7 @@ class TargetRecord(Record, kw_only=True):
 def targets_record() -> TargetsRecord:
     """Describe the table of targets."""
     native = [
-        fill(TargetRecord, t, t.contract, question=Question.NATIVE, contract=t.contract.name, pads_routed_to=t.routed_pad or None)
+        fill(TargetRecord, t, t.contract, question=Question.NATIVE, contract=t.contract.name, pads_routed_to=ROUTED_PAD.get(t.name))
         for t in TARGETS
     ]
     others = [fill(TargetRecord, t, question=question) for question, rows in OTHERS for t in rows]

@@ -13,13 +13,14 @@ from typing import Any
 
 from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.errors import some
-from fse_convert.layout.sizes import GROUP, round_up
+from fse_convert.layout.sizes import GROUP
 from fse_convert.model.consistency import covered
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.families.family import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.model.quantization import FP8_METHODS, Quantization
+from fse_convert.servers.load_padding import padded_routed
 from fse_convert.servers.subject import class_names, vllm_class_names
 from fse_convert.servers.targets import Contract, Pairings, Target
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood
@@ -124,11 +125,6 @@ def _hinted(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
     """Keep a hint only where it would mend all: a reason that stands alone, or one of widths, which one conversion changes."""
     found = tuple(reasons)
     return found if {r.code for r in found} <= WIDTHS else tuple(replace(r, hint="") for r in found)
-
-
-def padded_routed(width: int, target: Target) -> int:
-    """Return the width of a routed expert after the padding that the server itself does at load."""
-    return round_up(width, target.routed_pad) if target.routed_pad else width
 
 
 def _launch_groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] | Verdict:

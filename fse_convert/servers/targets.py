@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from math import lcm
 
 from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.model.formats import StorageKind
@@ -84,7 +83,6 @@ class Target:
     * ``source``: the files of the release that the row was read from.
     * ``started_with``: flags and hardware.
     * ``fuses``: it has native shared-expert fusion at all.
-    * ``routed_pad``: the multiple to which the server itself pads routed experts at load; 0: none.
     * ``hidden_multiple``: of the hidden size, where the server is stricter than the kernel.
     * ``pairings``: the formats of shared experts that it fuses, by the format of the routed ones.
     * ``multiples``: of width and hidden size, for routed formats with rules of their own.
@@ -107,7 +105,6 @@ class Target:
     source: str
     started_with: str
     fuses: bool = True
-    routed_pad: int = 0
     hidden_multiple: int = 0
     pairings: Pairings = field(default_factory=lambda: FP4_ONLY)
     multiples: Mapping[StorageKind, tuple[int, int]] = field(default_factory=dict)
@@ -178,7 +175,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         "vllm-0.30", "vLLM", "0.30", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:412-441, 516-534", VLLM,
-        routed_pad=512, beside=KIMI_K3, classes=VLLM_CLASSES, rules=VLLM_RULES,
+        beside=KIMI_K3, classes=VLLM_CLASSES, rules=VLLM_RULES,
     ),
     Target(
         "vllm-0.31", "vLLM", "0.31", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:370, 443-475, 835-849", VLLM,
@@ -223,23 +220,6 @@ TARGETS: tuple[Target, ...] = (
         fuses=False,
     ),
 )  # fmt: skip
-
-
-def needed_contract(target: Target) -> Contract:
-    """Return the contract that a converted checkpoint must meet for this target.
-
-    A server that pads routed experts itself (vLLM 0.30, to 512) demands that width of the shared expert too.
-    """
-    return next(c for c in (target.contract, *CONTRACTS.values()) if c.width_multiple % (target.routed_pad or 1) == 0)
-
-
-def width_multiple(target: Target, routed: StorageKind) -> int:
-    """Return the multiple that one expert's width must be of in a checkpoint converted for a target, with such routed experts.
-
-    It must meet the kernel's contract, and the server's own rule for the format: SGLang takes NVFP4 at multiples of 256.
-    """
-    own, _ = target.multiples.get(routed, (1, 1))
-    return lcm(needed_contract(target).width_multiple, own)
 
 
 def find_target(name: str) -> Target | None:

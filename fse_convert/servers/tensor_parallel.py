@@ -15,7 +15,6 @@ from math import gcd, lcm
 
 from fse_convert.model.description import ExpertGroup
 from fse_convert.model.formats import StorageKind
-from fse_convert.model.moe import Role
 from fse_convert.model.quantization import FP8_METHODS, Quantization
 from fse_convert.servers.subject import Subject
 
@@ -136,7 +135,8 @@ class Multiples:
 
     def of_one(self, n_shared: int) -> int:
         """Return the multiple of one expert's width where the shared MLP is ``n_shared`` of them wide."""
-        return lcm(self.routed, self.shared // gcd(self.shared, n_shared))
+        per_expert = self.shared // gcd(self.shared, n_shared)  # n w is a multiple of m wherever w is one of m / gcd(m, n)
+        return lcm(self.routed, per_expert)
 
 
 def rank_multiples(checkpoint: Subject, tp: int, engines: Iterable[str] = ENGINES) -> Multiples:
@@ -207,10 +207,9 @@ def _rule(checkpoint: Subject, engine: str, group: ExpertGroup, *, shared: bool)
 
 
 def _multiple(group: ExpertGroup, rule: Rule | None, quantization: Quantization) -> int:
-    """Return the elements of width that share a scale: rows of gate and up, columns of down."""
-    sides = [f.block[1] if role is Role.DOWN else f.block[0] for role, f in group.formats.items() if f.block]
+    """Return the elements of width that must stay together: scale blocks as they are stored, and as the config has them."""
     config = quantization.block if rule and rule.config_block else None
-    return lcm(*sides, *(config or ()))
+    return lcm(*(f.width_block(role) for role, f in group.formats.items()), *(config or ()))
 
 
 def _load(group: ExpertGroup, rule: Rule | None, multiple: int, tp: int) -> Load:
@@ -221,5 +220,5 @@ def _load(group: ExpertGroup, rule: Rule | None, multiple: int, tp: int) -> Load
         return Load.WHOLE
     if rule is None:
         return Load.REFUSED
-    refined = gcd(multiple, rank, group.hidden)
-    return Load.REFINED if rule.finest and refined >= rule.finest else rule.partial
+    finer_block = gcd(multiple, rank, group.hidden)  # the largest square that blocks, slices and hidden size are whole numbers of
+    return Load.REFINED if rule.finest and finer_block >= rule.finest else rule.partial

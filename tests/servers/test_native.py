@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fse_convert.servers.native import LaunchWidths, kernel_verdict, native_verdict, padded_routed, server_config_value
+from fse_convert.servers.native import LaunchWidths, kernel_verdict, native_verdict, server_config_value
 from fse_convert.servers.targets import CONTRACTS, FP8_SHARED, find_target
 from fse_convert.servers.verdict import Outcome, Verdict
 from fse_convert.testing.memory import Model, expert, subject_of
@@ -209,14 +209,6 @@ def test_contracts(contract: str, width: int, code: str) -> None:
 def test_the_kernels_pairs_of_formats(routed: str, shared: str, fused: bool) -> None:
     layer = Model(hidden=512, width=256, routed=routed, shared=shared, layers=1, mtp=0).subject().description.layers[0]
     assert kernel_verdict(layer, CONTRACTS["megamoe-128"], FP8_SHARED).fused is fused
-
-
-def test_vllm_0_30_pads_routed_experts_to_512() -> None:
-    target, newer = find_target("vllm-0.30"), find_target("vllm-0.33")
-    assert target is not None
-    assert newer is not None
-    assert [padded_routed(w, target) for w in (2304, 2560, 1)] == [2560, 2560, 512]
-    assert padded_routed(2304, newer) == 2304
 
 
 def test_a_fused_shared_mlp_has_a_reason_of_its_own() -> None:

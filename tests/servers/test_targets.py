@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,6 @@ from fse_convert.servers.targets import (
     TARGETS,
     Target,
     find_target,
-    needed_contract,
 )
 from tests.releases import MEGA, SGLANG, VLLM
 
@@ -43,16 +41,6 @@ def test_the_releases_of_the_issue_are_there() -> None:
         assert f"{sglang}-slots" in names
     assert {"tensorrt-llm", "atom", "megamoe-128", "megamoe-512"} <= names
     assert MEGA[0] == "vllm-0.33-aiter-mega"
-
-
-def test_a_server_that_pads_routed_experts_needs_that_width_of_the_shared_one() -> None:
-    target = find_target("vllm-0.30")
-    assert target is not None
-    assert target.contract is MEGAMOE_128
-    assert needed_contract(target) is MEGAMOE_512
-    assert all(needed_contract(t) is t.contract for t in TARGETS if not t.routed_pad)
-    assert needed_contract(replace(target, routed_pad=256)) is MEGAMOE_512
-    assert needed_contract(replace(target, routed_pad=64)) is MEGAMOE_128
 
 
 def test_contracts_are_what_the_kernels_assert() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fse_convert.layout.sizes import round_up
+from fse_convert.servers.load_padding import padded_routed
 from fse_convert.servers.naming import for_version
 from fse_convert.servers.targets import TARGETS
 from fse_convert.serving.sidecar import RECONVERT, Sidecar, refuse
@@ -96,7 +96,7 @@ class Takeover:
             refuse("not-fused", message, apart[0], WITHOUT)
 
     def _check_block(self, block: Block) -> None:
-        self._check_width(block, round_up(block.experts.intermediate_size, self.target.routed_pad or 1))
+        self._check_width(block, padded_routed(block.experts.intermediate_size, self.target))
         if block.slots and not _kernel_takes_shared(block.experts):
             refuse("kernel-api", "the installed DeepGEMM takes no shared experts", block.name, WITHOUT)
 
