@@ -6,16 +6,15 @@ Headers are right; servers believe the config. What configs say against each oth
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
 from fse_convert.errors import Problem, some
 from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.exclusion_lists import covered
 from fse_convert.model.families.family import EVERY_LAYER, MOE_WORDS, Family, Share
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
 from fse_convert.model.moe import LayerKind, MoELayer
@@ -229,28 +228,6 @@ def _plain(group: ExpertGroup) -> bool:
 def _modules(group: ExpertGroup) -> tuple[str, ...]:
     """Name the matrices of the first expert, and the stacks."""
     return replace(group, experts=group.experts[:1]).modules
-
-
-def covered(entries: Sequence[str], name: str, modules: Iterable[str] = ()) -> bool:
-    """Tell whether some entry of an exclusion list may mean a module: by name, prefix, shell pattern or ``re:`` expression.
-
-    ``modules``: names of modules below it, beside those that most families have. An entry that names something inside of the module
-    or around it counts, as servers and exporters have it. What a change of format writes into such lists is decided by
-    `fse_convert.plan.changes.module_patterns`, module by module.
-    """
-    names = (name, f"model.{name}", f"{name}.gate_proj", f"{name}.w1", f"{name}.0.w1", f"{name}.0.gate_proj", *modules)
-    return any(_means(entry, names) for entry in entries)
-
-
-def _means(entry: str, names: Iterable[str]) -> bool:
-    if entry.startswith("re:"):
-        try:
-            pattern = re.compile(entry[3:])
-        except re.error:
-            return False
-        return any(pattern.search(n) for n in names)
-    bare = entry.strip("*").strip(".")
-    return any(fnmatchcase(n, entry) or f".{bare}." in f".{n}." for n in names) if bare else bool(entry)
 
 
 def gaps(family: Family, config: Mapping[str, Any], layers: Sequence[MoELayer]) -> Iterator[Problem]:

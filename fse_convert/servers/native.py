@@ -14,8 +14,8 @@ from typing import Any
 from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.errors import some
 from fse_convert.layout.sizes import GROUP
-from fse_convert.model.consistency import covered
 from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.exclusion_lists import covered
 from fse_convert.model.families.family import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role

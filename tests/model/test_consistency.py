@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import Problem
-from fse_convert.model.consistency import covered, dense_conflicts, expected_layers, unstated
+from fse_convert.model.consistency import dense_conflicts, expected_layers, unstated
 from fse_convert.model.families.find import find_family
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.testing.memory import PROJ, Model, Tensors, description_of, expert, subject_of
@@ -108,29 +108,6 @@ def test_modelopts_own_file_is_read_where_config_json_says_nothing() -> None:
     found = conflicts(Model(routed="bf16", shared="bf16"), None, file)
     assert len(found) == 2
     assert "hf_quant_config.json says modelopt" in found[0]
-
-
-@pytest.mark.parametrize(
-    ("entry", "yes"),
-    [
-        ("layers.1.ffn.experts", True),
-        ("layers.1", True),
-        ("layers.1.", True),
-        ("layers.10", False),
-        ("model.layers.1.ffn.experts", True),
-        ("*experts*", True),
-        ("*.experts.*", True),
-        ("re:.*experts", True),
-        ("re:layers\\.1\\.ffn\\.experts\\.0\\.w1", True),
-        ("re:(", False),
-        ("lm_head", False),
-        ("expert", False),
-        ("*", True),
-        ("", False),
-    ],
-)
-def test_what_an_entry_may_mean(entry: str, yes: bool) -> None:
-    assert covered([entry], "layers.1.ffn.experts") is yes
 
 
 def gaps(config: dict[str, Any], tensors: Tensors) -> list[str]:

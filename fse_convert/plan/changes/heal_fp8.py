@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fse_convert.checkpoint.header import E8M0_DTYPES
+from fse_convert.model.exclusion_lists import without
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.quantization import FP8_METHODS, READ_BY
 from fse_convert.plan.changes.change import ConfigChange, FormatChange
 from fse_convert.plan.changes.config_places import EXPERT_DTYPE, QUANTIZATION, expert_dtype_edits, name_list
-from fse_convert.plan.changes.module_patterns import without
 from fse_convert.plan.changes.modules import Tensors, f32_scales, is_all, matrices, stored_alike, unquantised
 from fse_convert.servers.subject import Subject
 

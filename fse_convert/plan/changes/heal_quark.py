@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.exclusion_lists import is_pattern, means, names_exactly, with_plain_gates, without
 from fse_convert.model.formats import PLAIN_WEIGHTS, StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.changes.change import ConfigChange, FormatChange
 from fse_convert.plan.changes.config_places import QUANTIZATION, name_list
-from fse_convert.plan.changes.module_patterns import is_pattern, means, names_exactly, with_plain_gates, without
 from fse_convert.plan.changes.modules import (
     Tensors,
     every_matrix,

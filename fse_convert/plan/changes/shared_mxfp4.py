@@ -12,13 +12,13 @@ from typing import Any
 from fse_convert.errors import Problem
 from fse_convert.layout.sizes import GROUP
 from fse_convert.model.description import LayerDescription
+from fse_convert.model.exclusion_lists import means, with_plain_gates, without
 from fse_convert.model.families.with_shared import DEEPSEEK_V4
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import FP8_METHODS
 from fse_convert.plan.changes.change import ConfigChange, FormatChange, Result
 from fse_convert.plan.changes.config_places import name_list, quark_section
-from fse_convert.plan.changes.module_patterns import means, with_plain_gates, without
 from fse_convert.plan.changes.modules import Matrix, Tensors, experts_module, is_all, linears, matrices, unquantised
 from fse_convert.plan.changes.quark import quark_config, quark_obstacle, quark_tensors
 from fse_convert.plan.tensors import Recoded, Rule, TensorSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fse_convert.plan.changes.module_patterns import GATES, means, names_exactly, with_plain_gates, without
+from fse_convert.model.exclusion_lists import GATES, covered, means, names_exactly, with_plain_gates, without
 
 GATE = "model.language_model.layers.3.mlp.shared_expert.gate_proj"
 DOWN = "model.layers.1.mlp.shared_experts.down_proj"
@@ -39,6 +39,29 @@ DOWN = "model.layers.1.mlp.shared_experts.down_proj"
 def test_what_an_entry_means(entry: str, module: str, may: bool, exactly: bool) -> None:
     assert means(entry, module) is may
     assert names_exactly(entry, module) is exactly
+
+
+@pytest.mark.parametrize(
+    ("entry", "yes"),
+    [
+        ("layers.1.ffn.experts", True),
+        ("layers.1", True),
+        ("layers.1.", True),
+        ("layers.10", False),
+        ("model.layers.1.ffn.experts", True),
+        ("*experts*", True),
+        ("*.experts.*", True),
+        ("re:.*experts", True),
+        ("re:layers\\.1\\.ffn\\.experts\\.0\\.w1", True),
+        ("re:(", False),
+        ("lm_head", False),
+        ("expert", False),
+        ("*", True),
+        ("", False),
+    ],
+)
+def test_an_entry_covers_experts_if_it_may_mean_any_part_of_them(entry: str, yes: bool) -> None:
+    assert covered([entry], "layers.1.ffn.experts") is yes
 
 
 def test_only_entries_of_freed_modules_go() -> None:

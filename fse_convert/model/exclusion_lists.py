@@ -1,7 +1,8 @@
-"""Lists of module names in configs: which modules an entry may mean, and lists that leave out others than before.
+"""Lists of modules that a config leaves unquantised: which modules an entry may mean, and lists that leave out others than before.
 
 Servers differ in how they match, so an entry is taken to mean a module where any of them, or the exporter, takes it so: it may be
 the module's name, the name of a module around it, a shell pattern, or ``re:`` and a regular expression that need not reach the end.
+How vLLM's classes match, each in its own way, is in `fse_convert.servers.aiter.patterns`.
 """
 
 from __future__ import annotations
@@ -53,12 +54,28 @@ def names_exactly(entry: str, module: str) -> bool:
     return _matches(entry, names) if entry.startswith("re:") else entry in names
 
 
-def _matches(entry: str, names: Iterable[str]) -> bool:
+def covered(entries: Iterable[str], name: str, modules: Iterable[str] = ()) -> bool:
+    """Tell whether some entry may mean a module of experts, or anything inside of it: for doubts, not for changes of the list.
+
+    ``modules``: names of modules below it, beside those that most families have.
+    """
+    names = (name, f"model.{name}", f"{name}.gate_proj", f"{name}.w1", f"{name}.0.w1", f"{name}.0.gate_proj", *modules)
+    return any(_touches(entry, names) for entry in entries)
+
+
+def _touches(entry: str, names: Iterable[str]) -> bool:
+    if entry.startswith("re:"):
+        return _matches(entry, names, anywhere=True)
+    bare = entry.strip("*").strip(".")
+    return any(fnmatchcase(n, entry) or f".{bare}." in f".{n}." for n in names) if bare else bool(entry)
+
+
+def _matches(entry: str, names: Iterable[str], *, anywhere: bool = False) -> bool:
     try:
         pattern = re.compile(entry[3:])
     except re.error:
         return False
-    return any(pattern.match(name) for name in names)
+    return any(pattern.search(name) if anywhere else pattern.match(name) for name in names)
 
 
 def without(entries: Sequence[str], freed: Collection[str], kept: Iterable[str]) -> list[str]:
