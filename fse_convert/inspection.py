@@ -13,7 +13,7 @@ from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.names import CONFIG, QUANT_CONFIG
 from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, garbage_collection_paused, read_checkpoint
 from fse_convert.errors import ExitCode, FseConvertError, Problem, folded
-from fse_convert.model.consistency import LOAD_CONFLICTS, UNFIT, unstated
+from fse_convert.model.config_against_tensors import LOAD_CONFLICTS, UNFIT, unstated
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import Advice, advise

@@ -7,12 +7,11 @@ Layers come from the tensor names. Config values are hints: ``num_nextn_predict_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from fse_convert.checkpoint.reader import Checkpoint, garbage_collection_paused
 from fse_convert.errors import Problem, some
-from fse_convert.model.consistency import conflicts, gaps
+from fse_convert.model.config_against_tensors import conflicts, depth_conflicts, gaps
 from fse_convert.model.description import Description
 from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import find_family
@@ -53,8 +52,7 @@ def _describe(checkpoint: Checkpoint, quantization: Quantization, named: str) ->
     grouping = group_layers(family, tensors, family.number(config, *family.depth_keys))
     layers = LayerReader(quantization.block_hint, family).describe(grouping.layers)
     n_shared = family.shared_count(config) if any(m.shared for m in grouping.layers) else 0
-    depths = tuple(_depth_conflicts(family, config, grouping))
-    against = (*conflicts(family, config, quantization, layers, n_shared), *depths)
+    against = (*conflicts(family, config, quantization, layers, n_shared), *depth_conflicts(family, config, grouping))
     lacking = gaps(family, config, grouping.layers) if not (grouping.beyond or grouping.early) else ()
     if layers and (wrong := tuple(misstated(family, config))):  # values of a wrong type cannot be compared
         against, lacking = wrong, ()
@@ -92,25 +90,3 @@ def _strays(family: Family, grouping: Grouping) -> Iterator[Problem]:
     more = f" and {len(grouping.strays) - 1} more" if grouping.strays[1:] else ""
     message = f"experts outside of the MoE blocks that {family.name} has: {names}"
     yield Problem("expert-outside", message, f"{patterns[0].example.name}{more}", "padding would leave them at their old width")
-
-
-def _depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Grouping) -> Iterator[Problem]:
-    """Compare the numbers of layers in the config with what the tensors show: only an MTP layer has MTP tensors."""
-    depth, promised = family.number(config, *family.depth_keys), family.number(config, family.mtp_key)
-    key = family.depth_keys[0]
-    marks = "MTP tensors (enorm, hnorm, eh_proj)"
-    for layers, what in ((grouping.beyond, f"have no {marks} and are decoder layers"), (grouping.early, f"have {marks}")):
-        if layers:
-            message = f"{key} is {depth}, but these layers {what}: {some(layers)}"
-            hint = f"set {key} to {grouping.depth}, the number of decoder layers"
-            yield Problem("config-layers", message, "config.json", hint)
-    stated = list(family.stated(config, key))
-    for other in stated[1:]:
-        if other.value != stated[0].value:
-            message = f"{other.path} is {other.value}, but {stated[0].path} is {stated[0].value}"
-            hint = f"set both to {grouping.depth}, the number of decoder layers: loaders disagree on which one they read"
-            yield Problem("config-layers", message, "config.json", hint)
-    if promised and grouping.layers and not grouping.mtp:
-        message = f"{family.mtp_key} is {promised}, but no tensor is of an MTP layer"
-        hint = "servers load the model, but no drafter: if a file with the MTP layer was lost, download it again"
-        yield Problem("mtp-missing", message, "config.json", hint)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fse_convert.errors import Problem, some
-from fse_convert.model.consistency import INCOMPLETE
+from fse_convert.model.config_against_tensors import INCOMPLETE
 from fse_convert.model.description import STACKED, ExpertGroup, LayerDescription, first_of
 from fse_convert.model.families.family import Family, Stack
 from fse_convert.model.formats import Format, FormatError, StorageKind, read_format

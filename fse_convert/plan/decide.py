@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fse_convert.checkpoint.reader import Checkpoint
 from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertible, Problem, folded
-from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.config_against_tensors import LOAD_CONFLICTS
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.changes.search import Candidates, Changes, choose, misfit

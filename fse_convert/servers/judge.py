@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fse_convert.errors import Problem
-from fse_convert.model.consistency import unstated
+from fse_convert.model.config_against_tensors import unstated
 from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
 from fse_convert.servers.f32_scales import with_scales

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fse_convert.model.consistency import UNFIT
+from fse_convert.model.config_against_tensors import UNFIT
 
 Made = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]

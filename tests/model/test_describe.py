@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.config_against_tensors import LOAD_CONFLICTS
 from fse_convert.model.describe import KERNEL_TENSOR
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import LayerKind

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import InvalidCheckpoint
-from fse_convert.model.consistency import LOAD_CONFLICTS
+from fse_convert.model.config_against_tensors import LOAD_CONFLICTS
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.plan.decide import decide
 from fse_convert.plan.plan import Options

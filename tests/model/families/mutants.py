@@ -28,7 +28,7 @@ TESTS = (
     "tests/model/test_stacked.py",
     "tests/model/families/test_rows.py",
     "tests/model/families/test_resemblance.py",
-    "tests/model/test_consistency.py",
+    "tests/model/test_config_against_tensors.py",
     "tests/model/test_identity.py",
     "tests/plan/test_width_rounding.py",
 )

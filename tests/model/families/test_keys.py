@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fse_convert.model.consistency import unstated
+from fse_convert.model.config_against_tensors import unstated
 from fse_convert.model.families.find import FAMILIES
 from fse_convert.testing.memory import description_of
 from tests.model.families.releases import (

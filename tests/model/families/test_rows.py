@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import InvalidCheckpoint
-from fse_convert.model.consistency import LOAD_CONFLICTS, unstated
+from fse_convert.model.config_against_tensors import LOAD_CONFLICTS, unstated
 from fse_convert.model.description import NOT_UNDERSTOOD
 from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import FAMILIES, find_family

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import Problem
-from fse_convert.model.consistency import dense_conflicts, expected_layers, unstated
+from fse_convert.model.config_against_tensors import dense_conflicts, expected_layers, unstated
 from fse_convert.model.families.find import find_family
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.testing.memory import PROJ, Model, Tensors, description_of, expert, subject_of

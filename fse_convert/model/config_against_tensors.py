@@ -1,7 +1,7 @@
 """Contradictions between the configs and the stored tensors: widths, counts, formats, and experts that are missing.
 
 Headers are right; servers believe the config. What configs say against each other of the quantisation is found where they are read
-(`fse_convert.model.quantization`), of the number of layers in `fse_convert.model.describe`.
+(`fse_convert.model.quantization`), and where one server reads them wrongly in `fse_convert.servers.hazards`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.exclusion_lists import covered
 from fse_convert.model.families.family import EVERY_LAYER, MOE_WORDS, Family, Share
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
+from fse_convert.model.grouping import Grouping
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.model.quantization import FP8_METHODS, Quantization
 from fse_convert.model.values import TOP_K, unexpected
@@ -146,6 +147,28 @@ def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence
         said = ", ".join(s.path for s in stated if s.value != 1 or s.path.rpartition(".")[2] != rule.step)
         message = f"experts in layers that the config says are dense, by {said}: {some(dense)}"
         yield Problem("config-dense", message, "config.json", "make these keys say which layers have experts: servers believe them")
+
+
+def depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Grouping) -> Iterator[Problem]:
+    """Compare the numbers of layers in the config with what the tensors show: only an MTP layer has MTP tensors."""
+    depth, promised = family.number(config, *family.depth_keys), family.number(config, family.mtp_key)
+    key = family.depth_keys[0]
+    marks = "MTP tensors (enorm, hnorm, eh_proj)"
+    for layers, what in ((grouping.beyond, f"have no {marks} and are decoder layers"), (grouping.early, f"have {marks}")):
+        if layers:
+            message = f"{key} is {depth}, but these layers {what}: {some(layers)}"
+            hint = f"set {key} to {grouping.depth}, the number of decoder layers"
+            yield Problem("config-layers", message, "config.json", hint)
+    stated = list(family.stated(config, key))
+    for other in stated[1:]:
+        if other.value != stated[0].value:
+            message = f"{other.path} is {other.value}, but {stated[0].path} is {stated[0].value}"
+            hint = f"set both to {grouping.depth}, the number of decoder layers: loaders disagree on which one they read"
+            yield Problem("config-layers", message, "config.json", hint)
+    if promised and grouping.layers and not grouping.mtp:
+        message = f"{family.mtp_key} is {promised}, but no tensor is of an MTP layer"
+        hint = "servers load the model, but no drafter: if a file with the MTP layer was lost, download it again"
+        yield Problem("mtp-missing", message, "config.json", hint)
 
 
 def _common(values: Iterable[int]) -> int | None:
