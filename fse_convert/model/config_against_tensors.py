@@ -15,7 +15,8 @@ from typing import Any
 from fse_convert.errors import Problem, some
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.exclusion_lists import covered
-from fse_convert.model.families.family import EVERY_LAYER, MOE_WORDS, Family, Share
+from fse_convert.model.families.family import EVERY_LAYER, MOE_WORDS, Family
+from fse_convert.model.families.width_keys import Share
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
 from fse_convert.model.grouping import Grouping
 from fse_convert.model.moe import LayerKind, MoELayer

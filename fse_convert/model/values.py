@@ -13,7 +13,8 @@ from reprlib import repr as shortened
 from typing import Any
 
 from fse_convert.errors import Problem
-from fse_convert.model.families.family import EVERY_LAYER, Family, Share
+from fse_convert.model.families.family import EVERY_LAYER, Family
+from fse_convert.model.families.width_keys import Share
 
 TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "dspark_num_experts_per_tok",

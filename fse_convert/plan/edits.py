@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from fse_convert.checkpoint.reader import Checkpoint
 from fse_convert.errors import NotConvertible, Problem
 from fse_convert.model.description import Description
-from fse_convert.model.families.family import PROJ_NAMES, SECTIONS, Family, Width
+from fse_convert.model.families.family import PROJ_NAMES, SECTIONS, Family
 from fse_convert.model.families.find import FAMILIES
+from fse_convert.model.families.width_keys import Width
 from fse_convert.plan.plan import Plan
 from fse_convert.servers.native import LaunchWidths
 from fse_convert.sidecar.manifest import ConfigEdit

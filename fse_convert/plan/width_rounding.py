@@ -7,7 +7,7 @@ from math import lcm
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout.sizes import round_up
 from fse_convert.model.description import Description
-from fse_convert.model.families.family import Share
+from fse_convert.model.families.width_keys import Share
 from fse_convert.plan.plan import Options
 from fse_convert.servers.load_padding import needed_contract
 from fse_convert.servers.native import LaunchWidths

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fse_convert.model.families.family import Share
+from fse_convert.model.families.width_keys import Share
 from fse_convert.plan.plan import Options
 from fse_convert.plan.source import Source, describe_source
 from fse_convert.plan.width_rounding import needed_widths, stored_widths

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from fse_convert.model.families.width_keys import MOE, Width
 from fse_convert.model.moe import Role
 
 W_NAMES = {"w1": Role.GATE, "w3": Role.UP, "w2": Role.DOWN}
@@ -70,41 +70,6 @@ TRANSPOSED = tuple(replace(stack, transposed=True) for stack in STACKED)
 """transformers 5.24 llama4:57-64, conversion_mapping.py:1450-1461 (qwen3_vl_moe)."""
 
 
-class Share(Enum):
-    """Whose width a key states."""
-
-    ROUTED = "a routed expert"
-    SHARED = "the shared MLP"
-    ONE_SHARED = "one shared expert"
-
-
-@dataclass(frozen=True)
-class Width:
-    """A key from which some loader builds experts: padding edits every one that is there.
-
-    ``assumed``: the width that loaders take where the key is missing; empty where they then read another key. ``optional``:
-    some loaders never read it. ``dense``: dense MLPs of decoder layers are built from it too, unless ``dense_key`` is there.
-    """
-
-    key: str
-    share: Share = Share.ROUTED
-    assumed: str = ""
-    optional: bool = False
-    dense: bool = False
-    dense_key: str | None = None
-
-    def of(self, routed: int | None, shared: int | None, n_shared: int) -> int | None:
-        """Return what the key must hold for experts of this width, ``n_shared`` of them shared; None where no integer says it."""
-        if self.share is Share.ROUTED:
-            return routed
-        if self.share is Share.SHARED or shared is None:
-            return shared
-        return shared // n_shared if n_shared and shared % n_shared == 0 else None
-
-
-DEFAULT = "a default of their own"
-MOE = Width("moe_intermediate_size", assumed=DEFAULT)
-EITHER = Width("intermediate_size", assumed=DEFAULT)
 SECTIONS = ("", "text_config", "language_config", "llm_config")
 """Where config.json keeps the text model's keys: at the top level, or nested (vLLM 0.33 transformers_utils/config.py:196)."""
 
@@ -137,8 +102,8 @@ class Family:
     * ``shared``: the module of the shared experts; empty in a family that has none.
     * ``beside``: the shared experts stand beside the block, not inside it.
     * ``routed_names``, ``shared_names``: the names of an expert's projections.
-    * ``widths``: every key from which some loader builds experts.
-    * ``readings``: other readings of those keys by some loader, which must come to the same.
+    * ``widths``: every key from which some loader builds experts; ``readings``: other readings of those keys by some loader, which
+      must come to the same. Both from `fse_convert.model.families.width_keys`.
     * ``depth_keys``, ``n_routed_keys``, ``n_shared_keys``: names of the number of decoder layers, of routed and of shared experts;
       without a name for shared experts there is one.
     * ``hidden_key``: the length of the experts' input.
@@ -162,7 +127,7 @@ class Family:
     beside: bool = False
     routed_names: Mapping[str, Role] = field(default_factory=lambda: PROJ_NAMES)
     shared_names: Mapping[str, Role] = field(default_factory=lambda: PROJ_NAMES)
-    widths: tuple[Width, ...] = (MOE,)
+    widths: tuple[Width, ...] = MOE
     readings: tuple[Width, ...] = ()
     depth_keys: tuple[str, ...] = ("num_hidden_layers",)
     n_routed_keys: tuple[str, ...] = ("n_routed_experts",)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.model.families.family import Family, Share
+from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import FAMILIES
+from fse_convert.model.families.width_keys import Share
 from fse_convert.model.formats import WEIGHTS
 from fse_convert.model.grouping import Seen, group_layers
 from fse_convert.model.moe import MoELayer, Role

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fse_convert.model.families import width_keys
 from fse_convert.model.families.family import (
-    DEFAULT,
-    EITHER,
     EVERY_LAYER,
-    MOE,
     SPARSE,
     STACKED,
     STEPPED,
     W_NAMES,
     Family,
     Sparse,
-    Width,
 )
 
 MIXTRAL = Family(
@@ -25,7 +22,7 @@ MIXTRAL = Family(
     block=SPARSE,
     shared="",
     routed_names=W_NAMES,
-    widths=(EITHER,),
+    widths=width_keys.INTERMEDIATE,
     n_routed_keys=("num_local_experts",),
     n_shared_keys=(),
     mtp_key=None,
@@ -66,7 +63,7 @@ ROUTED_ONLY: tuple[Family, ...] = (
         name="OLMoE",
         model_types=("olmoe", "flex_olmo"),
         source="vLLM 0.33 model_executor/models/olmoe.py:232-235; transformers 5.24 olmoe, flex_olmo",
-        widths=(EITHER,),
+        widths=width_keys.INTERMEDIATE,
         sparse=EVERY_LAYER,
     ),
     replace(
@@ -91,7 +88,7 @@ ROUTED_ONLY: tuple[Family, ...] = (
         name="LongCat-Flash",
         model_types=("longcat_flash",),
         source="vLLM 0.33 model_executor/models/longcat_flash.py:157-206, 303-319; transformers 5.24 longcat_flash",
-        widths=(Width("expert_ffn_hidden_size", assumed=DEFAULT), Width(MOE.key)),
+        widths=width_keys.LONGCAT,
         depth_keys=("num_layers", "num_hidden_layers"),
         n_routed_keys=("n_routed_experts",),
         sparse=EVERY_LAYER,
@@ -120,7 +117,7 @@ ROUTED_ONLY: tuple[Family, ...] = (
         " SGLang 0.5.23 models/gemma4_causal.py:287, 1268-1290 (both ways of storing them)",
         block="",
         stacked=STACKED,
-        widths=(MOE, Width("expert_intermediate_size")),
+        widths=width_keys.GEMMA_4,
         n_routed_keys=("num_experts",),
         sparse=None,
     ),
@@ -141,7 +138,7 @@ ROUTED_ONLY: tuple[Family, ...] = (
         model_types=("jamba",),
         source="vLLM 0.33 model_executor/models/jamba.py; transformers 5.24 jamba (dense layers have the same width)",
         block="feed_forward",
-        widths=(replace(EITHER, dense=True),),
+        widths=width_keys.DENSE_TOO,
         sparse=None,
     ),
 )

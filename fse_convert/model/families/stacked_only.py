@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fse_convert.model.families import width_keys
 from fse_convert.model.families.family import (
     BARE_LAYERS,
-    EITHER,
     EVERY_LAYER,
     GATE_UP,
-    MOE,
     PROJ_NAMES,
     SPARSE,
     STACKED,
     STEPPED,
     TRANSPOSED,
     Family,
-    Share,
     Stack,
-    Width,
 )
 from fse_convert.model.moe import Role
 
@@ -32,7 +29,7 @@ GRANITE = Family(
     " transformers 5.24 granitemoe, conversion_mapping.py:915-928",
     block=SPARSE,
     shared="",
-    widths=(EITHER,),
+    widths=width_keys.INTERMEDIATE,
     n_routed_keys=("num_local_experts",),
     n_shared_keys=(),
     stacked=(Stack("input_linear", GATE_UP), Stack("output_linear", (Role.DOWN,))),
@@ -49,7 +46,7 @@ GRANITE_SHARED = replace(
     shared="shared_mlp",
     beside=True,
     shared_names={"output_linear": Role.DOWN},
-    widths=(EITHER, Width("shared_intermediate_size", Share.SHARED)),
+    widths=width_keys.GRANITE_SHARED,
     fused=(Stack("input_linear", GATE_UP),),
 )
 
@@ -59,7 +56,7 @@ INKLING_2 = Family(
     source="transformers 5.24 inkling2:757-767, conversion_mapping.py:359-375 (intermediate_size is another name of the width)",
     layers=r"model\.llm\.layers",
     shared="",
-    widths=(MOE, Width("intermediate_size")),
+    widths=width_keys.EITHER_NAME,
     n_routed_keys=("n_routed_experts", "num_local_experts"),
     n_shared_keys=(),
     stacked=(Stack("experts.w13_weight", GATE_UP, interleaved=True), Stack("experts.w2_weight", (Role.DOWN,))),
@@ -82,7 +79,7 @@ STACKED_ONLY: tuple[Family, ...] = (
         model_types=("gpt_oss",),
         source="vLLM 0.33 model_executor/models/gpt_oss.py:394, 577-585, 859-900, 1382-1396; transformers 5.24 gpt_oss:68",
         shared="",
-        widths=(EITHER,),
+        widths=width_keys.INTERMEDIATE,
         n_routed_keys=("num_local_experts",),
         n_shared_keys=(),
         stacked=(Stack("experts.gate_up_proj", GATE_UP, transposed=True, interleaved=True), TRANSPOSED[1]),
@@ -119,7 +116,7 @@ STACKED_ONLY: tuple[Family, ...] = (
         source="vLLM 0.33 model_executor/models/llama4.py:107-155; transformers 5.24 llama4 (stacked routed experts)",
         block="feed_forward",
         shared="shared_expert",
-        widths=(EITHER,),
+        widths=width_keys.INTERMEDIATE,
         n_routed_keys=("num_local_experts",),
         n_shared_keys=(),
         mtp_key=None,
@@ -129,7 +126,7 @@ STACKED_ONLY: tuple[Family, ...] = (
         name="Aria",
         model_types=("aria", "aria_text"),
         source="vLLM 0.33 model_executor/models/aria.py; transformers 5.24 aria:227-288, conversion_mapping.py:905-914",
-        widths=(EITHER,),
+        widths=width_keys.INTERMEDIATE,
         n_routed_keys=("moe_num_experts",),
         n_shared_keys=("moe_num_shared_experts",),
         stacked=(Stack("experts.fc1", GATE_UP, transposed=True), Stack("experts.fc2", (Role.DOWN,), transposed=True)),
@@ -145,11 +142,7 @@ STACKED_ONLY: tuple[Family, ...] = (
         block="moe",
         shared="share_expert",
         beside=True,
-        widths=(
-            MOE,
-            Width("share_expert_dim", Share.SHARED, assumed="moe_intermediate_size x moe_top_k (vLLM 0.33)"),
-            Width("share_expert_dims", Share.SHARED),
-        ),
+        widths=width_keys.STEP_5,
         n_routed_keys=("moe_num_experts", "n_routed_experts"),
         n_shared_keys=(),
         sparse=None,
@@ -163,7 +156,7 @@ STACKED_ONLY: tuple[Family, ...] = (
         block="moe",
         shared="share_expert",
         beside=True,
-        widths=(MOE, Width("share_expert_dim", Share.SHARED, assumed="5120 (vLLM 0.33)")),
+        widths=width_keys.STEP_3,
         n_routed_keys=("moe_num_experts",),
         n_shared_keys=(),
         mtp_key=None,

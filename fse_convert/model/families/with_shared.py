@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fse_convert.model.families import width_keys
 from fse_convert.model.families.family import (
     BARE_LAYERS,
-    DEFAULT,
-    EITHER,
     EVERY_LAYER,
     GATE_UP,
-    MOE,
     PROJ_NAMES,
     SPARSE,
     STACKED,
@@ -18,10 +16,8 @@ from fse_convert.model.families.family import (
     UNGATED,
     W_NAMES,
     Family,
-    Share,
     Sparse,
     Stack,
-    Width,
 )
 from fse_convert.model.moe import Role
 
@@ -35,7 +31,7 @@ DEEPSEEK_V4 = Family(
     block="ffn",
     routed_names=W_NAMES,
     shared_names=W_NAMES,
-    widths=(MOE, Width("intermediate_size")),
+    widths=width_keys.EITHER_NAME,
     sparse=EVERY_LAYER,
     mtp_routed_key="dspark_n_routed_experts",
 )
@@ -53,19 +49,18 @@ QWEN3_NEXT = Family(
     source="vLLM 0.33 model_executor/models/qwen3_next.py:151-160, qwen3_next_mtp.py",
     mtp=r"mtp\.layers",
     shared="shared_expert",
-    widths=(MOE, Width("shared_expert_intermediate_size", Share.SHARED, assumed=DEFAULT)),
+    widths=width_keys.QWEN,
     n_routed_keys=("num_experts",),
     n_shared_keys=(),
     gated=True,
     sparse=STEPPED,
 )
 
-TOTAL = "moe_shared_expert_intermediate_size"
 LING = Family(
     name="Ling",
     model_types=("bailing_moe", "bailing_moe_v2", "llada2_moe"),
     source="vLLM 0.33 model_executor/models/bailing_moe.py:280-301; SGLang 0.5.23 models/bailing_moe.py:333, llada2.py:677-697",
-    widths=(MOE, Width(TOTAL, Share.ONE_SHARED)),
+    widths=width_keys.LING,
     n_routed_keys=("num_experts",),
     n_shared_keys=("num_shared_experts",),
 )
@@ -89,7 +84,7 @@ SHARED: tuple[Family, ...] = (
         DEEPSEEK_V4,
         model_types=("deepseek_v41", "deepseek_v41_text"),
         source="vLLM 0.33 models/deepseek_v41/nvidia/model.py, models/deepseek_v4/nvidia/model.py, configs/deepseek_v41.py",
-        widths=(MOE,),
+        widths=width_keys.MOE,
     ),
     DEEPSEEK_V3,
     replace(
@@ -122,11 +117,7 @@ SHARED: tuple[Family, ...] = (
         name="dots3-note",
         model_types=("dots3_note", "dots3_note_text"),
         source="transformers 5.24 dots3_note; vLLM 0.33 models/dots3_note/nvidia/model.py:64-126 (pads a narrower shared MLP)",
-        widths=(
-            MOE,
-            Width("shared_experts_intermediate_size", Share.ONE_SHARED, assumed="1536 (transformers 5.24)", optional=True),
-            Width("moe_shared_expert_intermediate_size", Share.ONE_SHARED),
-        ),
+        widths=width_keys.DOTS_3_NOTE,
     ),
     Family(
         name="MiniMax-M3",
@@ -137,11 +128,8 @@ SHARED: tuple[Family, ...] = (
         stacked=STACKED,
         fused=(Stack("gate_up_proj", GATE_UP),),
         routed_names=W_NAMES,
-        widths=(
-            EITHER,
-            Width("shared_intermediate_size", Share.SHARED, assumed="3072 (transformers 5.24)", optional=True),
-        ),
-        readings=(Width(EITHER.key, Share.ONE_SHARED),),  # of vLLM and SGLang, where transformers reads the key above
+        widths=width_keys.MINIMAX_M3,
+        readings=width_keys.MINIMAX_M3_READINGS,
         n_routed_keys=("num_local_experts",),
         mtp_key="num_mtp_modules",
         sparse=Sparse(step="moe_layer_freq", flags=True),
@@ -197,8 +185,8 @@ SHARED: tuple[Family, ...] = (
         name="Hunyuan",
         model_types=("hunyuan_v1_moe",),
         source="transformers 5.24 hunyuan_v1_moe:71, 253 (intermediate_size); SGLang 0.5.23 models/hunyuan.py:142-180 (both keys)",
-        widths=(Width("intermediate_size", assumed=DEFAULT, dense=True), Width("moe_intermediate_size")),
-        readings=(Width("intermediate_size", Share.SHARED),),  # of transformers, whatever num_shared_expert says
+        widths=width_keys.HUNYUAN,
+        readings=width_keys.HUNYUAN_READINGS,
         shared="shared_mlp",
         n_routed_keys=("num_experts",),
         n_shared_keys=("num_shared_expert",),
@@ -211,7 +199,7 @@ SHARED: tuple[Family, ...] = (
         model_types=("hy_v3",),
         source="transformers 5.24 conversion_mapping.py hy_v3 (shared_mlp); vLLM 0.33 model_executor/models/hy_v3.py:144-199",
         shared="shared_mlp",
-        widths=(MOE, Width("expert_hidden_dim")),
+        widths=width_keys.HUNYUAN_V3,
         n_routed_keys=("num_experts",),
         n_shared_keys=("num_shared_experts",),
     ),
@@ -229,8 +217,7 @@ SHARED: tuple[Family, ...] = (
         model_types=("bailing_hybrid", "bailing_moe_v3_vl"),
         source="vLLM 0.33 model_executor/models/bailing_moe_v3.py:396, 1187-1204; SGLang 0.5.23 models/bailing_moe_v3.py:617;"
         " transformers 5.24 bailing_hybrid:840",
-        # Three loaders, three readings of one shared expert: they agree where there is one, as wide as a routed one.
-        readings=(Width(TOTAL, Share.SHARED), Width(MOE.key, Share.ONE_SHARED)),
+        readings=width_keys.LING_3_READINGS,
         n_shared_keys=("num_shared_experts", "n_shared_experts"),
     ),
     replace(
@@ -239,7 +226,7 @@ SHARED: tuple[Family, ...] = (
         model_types=("sarvam_moe", "sarvam_mla"),
         source="vLLM 0.33 model_executor/models/sarvam.py:332-355; SGLang 0.5.23 models/sarvam_moe.py:281-307 (reads no own width);"
         " transformers 5.24 sarvam_moe, sarvam_mla (other names of the numbers of experts)",
-        readings=(Width(MOE.key, Share.ONE_SHARED),),
+        readings=width_keys.SARVAM_READINGS,
         n_routed_keys=("num_experts", "n_routed_experts"),
         n_shared_keys=("num_shared_experts", "n_shared_experts"),
     ),
@@ -248,7 +235,7 @@ SHARED: tuple[Family, ...] = (
         name="Param2",
         model_types=("param2moe",),
         source="vLLM 0.33 model_executor/models/param2moe.py:307-336 (the shared width is of all shared experts together)",
-        widths=(MOE, Width(TOTAL, Share.SHARED)),
+        widths=width_keys.PARAM_2,
     ),
     Family(
         name="Nemotron-H",
@@ -260,8 +247,8 @@ SHARED: tuple[Family, ...] = (
         block="mixer",
         routed_names=UNGATED,
         shared_names=UNGATED,
-        widths=(MOE, Width(TOTAL, Share.ONE_SHARED, assumed=DEFAULT)),
-        readings=(Width(TOTAL, Share.SHARED),),
+        widths=width_keys.NEMOTRON_H,
+        readings=width_keys.NEMOTRON_H_READINGS,
         depth_keys=("num_hidden_layers", "layers_block_type"),
         sparse=Sparse(words=("layers_block_type", "hybrid_override_pattern")),
         mtp_routed_key="mtp_n_routed_experts",
@@ -369,7 +356,7 @@ SHARED: tuple[Family, ...] = (
         model_types=("cohere2_moe",),
         source="vLLM 0.33 model_executor/models/cohere2_moe.py:325-355, 447; SGLang 0.5.23 models/cohere2_moe.py:289-308;"
         " transformers 5.24 cohere2_moe:109, 179, 353",
-        widths=(replace(EITHER, dense=True, dense_key="prefix_dense_intermediate_size"),),
+        widths=width_keys.COHERE_2,
         mtp_key=None,
     ),
     replace(
@@ -377,7 +364,7 @@ SHARED: tuple[Family, ...] = (
         name="XVERSE-MoE",
         model_types=("xverse",),
         source="SGLang 0.5.23 models/xverse_moe.py:104-146",
-        widths=(EITHER,),
+        widths=width_keys.INTERMEDIATE,
         mtp_key=None,
         sparse=EVERY_LAYER,
     ),

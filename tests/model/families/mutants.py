@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from fse_convert.model.families.family import Family, Share, Width
+from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import FAMILIES
+from fse_convert.model.families.width_keys import Share, Width
 from fse_convert.model.moe import Role
 
 TESTS = (
