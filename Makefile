@@ -106,7 +106,7 @@ fuzz: $(VENV)/dev ## an hour of atheris over what is read: headers, checkpoints,
 	done
 
 docs: $(VENV)/dev ## docs/targets.md, docs/codes.md and docs/schema/ from the data, docs/inspect.svg from a real run
-	$(BIN)/python docs/make.py
+	$(BIN)/python -m docs.make
 
 bench: $(VENV)/dev ## conversion and changes of format against cp, proof against cat, workers, memory, planning; needs about 40 GB in the temporary folder
 	$(BIN)/python tests/benchmarks/convert.py $(BENCH)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes what comes from the program: targets.md, families.md, codes.md, schema/, and inspect.svg from a real run.
 
-python docs/make.py [CHECKPOINT]     without one, a DeepSeek-V4.1-shaped checkpoint is made for the screen
+python -m docs.make [CHECKPOINT]     without one, a DeepSeek-V4.1-shaped checkpoint is made for the screen
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.text import Text
 from fse_convert.codes import Kind, all_codes
 from fse_convert.errors import FseConvertError
 from fse_convert.model.families.family import Family
-from fse_convert.model.families.find import FAMILIES, RUN
+from fse_convert.model.families.find import FAMILIES
 from fse_convert.model.families.stacked_only import STACKED_ONLY
 from fse_convert.model.formats import StorageKind
 from fse_convert.plan.advice import releases
@@ -38,6 +38,7 @@ from fse_convert.servers.targets import CONTRACTS, TARGETS, Pairings, Target
 from fse_convert.testing.checkpoints import make_checkpoint
 from fse_convert.testing.examples import example_of
 from fse_convert.testing.memory import checkpoint
+from tests.transformers_types import RUN
 
 DOCS = Path(__file__).resolve().parent
 COLUMNS = 118

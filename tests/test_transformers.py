@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fse_convert.model.families.find import FAMILIES, RUN
+from fse_convert.model.families.find import FAMILIES
 from fse_convert.testing.patch import poke
+from tests.transformers_types import RUN
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", minversion="5", reason="pip install 'fse-convert[dev]'")
