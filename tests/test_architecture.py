@@ -23,7 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "serving": {"layout", "checkpoint", "output", "sidecar", "model", "servers"},
     "inspection": {"checkpoint", "model", "sidecar", "servers", "plan"},
     "verification": {"checkpoint", "model", "sidecar", "output", "servers", "plan"},
-    "conversion": {"layout", "checkpoint", "output", "model", "sidecar", "plan", "verification"},
+    "conversion": {"layout", "checkpoint", "output", "model", "sidecar", "servers", "plan", "verification"},
     "doctor": {"output", "servers", "verification"},
     "report": {
         "checkpoint", "output", "sidecar", "model", "servers", "plan", "inspection", "verification", "restoration", "conversion",

@@ -9,13 +9,11 @@ from fse_convert.conversion.recoding import recoded_bands
 from fse_convert.conversion.source_rows import open_reader
 from fse_convert.errors import Problem
 from fse_convert.layout.mxfp4_to_fp8 import certainly_fits
+from fse_convert.layout.nan_and_one import NaN
 from fse_convert.layout.sizes import GROUP
-from fse_convert.model.formats import NaN
 from fse_convert.plan.plan import Plan
 from fse_convert.plan.tensors import Recoded, Rule
-
-LOW = 97
-"""E8M0 byte of 2**-30: vLLM 0.33 clamps amax at 1e-4 (utils/deep_gemm.py:1027), which smaller values do not reach."""
+from fse_convert.servers.routed_fp8 import LOW
 
 
 def fit_note(plan: Plan) -> Problem | None:

@@ -12,8 +12,9 @@ from typing import NoReturn
 from fse_convert.checkpoint.header import Header, TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
+from fse_convert.layout.nan_and_one import NAN_BYTES
 from fse_convert.model.description import Description, ExpertGroup
-from fse_convert.model.formats import NAN_BYTES, Tile
+from fse_convert.model.formats import Tile
 from fse_convert.output.digests import Scan
 from fse_convert.plan.tensors import Copied, OutputShard
 

@@ -18,6 +18,7 @@ from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import ue8m0
 from fse_convert.layout.mxfp4 import Unencodable, refuse_where
 from fse_convert.layout.mxfp4_to_fp8 import to_fp8
+from fse_convert.layout.nan_and_one import E8M0_NAN
 from fse_convert.layout.sizes import GROUP, ceil_div
 from fse_convert.layout.to_mxfp4 import from_floats, from_fp8
 from fse_convert.plan.tensors import Recoded, Rule, matrix
@@ -95,7 +96,7 @@ def _mxfp4(change: Recoded, reader: SourceReader, first: int, count: int) -> Ban
 
 def _f32(change: Recoded, reader: SourceReader, first: int, count: int) -> Band:
     rows = reader.tensor(change.sources[0], first, count, None)
-    refuse_where(rows == ue8m0.NAN, "nan", "the scale is a NaN (0xFF)", 1)
+    refuse_where(rows == E8M0_NAN, "nan", "the scale is a NaN (0xFF)", 1)
     refuse_where(rows == 0, "scale-range", "the scale is 2**-127, which is subnormal in F32, so that servers take it for 0,", 1)
     return {True: ue8m0.to_fp32(rows)}
 

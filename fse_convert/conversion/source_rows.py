@@ -12,8 +12,8 @@ from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.conversion.nan_scan import DAMAGED
 from fse_convert.errors import InvalidCheckpoint, Problem
+from fse_convert.layout.nan_and_one import NAN_BYTES, NAN_WORDS, NaN
 from fse_convert.layout.padding import filled
-from fse_convert.model.formats import NAN_BYTES, NAN_WORDS, NaN
 from fse_convert.output.copying import ROWS, read_into, read_rows
 from fse_convert.plan.tensors import Growth, matrix
 

@@ -14,9 +14,10 @@ from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.conversion.source_rows import CHUNK, SourceReader
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import megamoe, ue8m0
+from fse_convert.layout.nan_and_one import E8M0_ONE, NAN_WORDS, NaN
 from fse_convert.layout.padding import filled, padded
 from fse_convert.layout.sizes import GROUP
-from fse_convert.model.formats import NAN_WORDS, REQUANTISE, Format, NaN
+from fse_convert.model.formats import REQUANTISE, Format
 from fse_convert.model.moe import Role
 from fse_convert.output.copying import copy_range, new_file, write_all, writing_back
 from fse_convert.plan.tensors import (
@@ -118,7 +119,7 @@ def _kernel_scale(shared: SharedExpert, role: Role, reader: SourceReader) -> lis
     stored = (bytes(byte for byte in row for _ in range(block_k // GROUP)) for row in _e8m0_rows(shared.scale(role), f, reader))
     rows = [row[: -(-k // GROUP)] for row in stored for _ in range(block_n)][:n]
     new_n, new_k = (n, shared.width) if role is Role.DOWN else (shared.width, k)
-    return padded(rows, new_n, new_k // GROUP, bytes([ue8m0.ONE]))
+    return padded(rows, new_n, new_k // GROUP, bytes([E8M0_ONE]))
 
 
 def _e8m0_rows(info: TensorInfo, f: Format, reader: SourceReader) -> list[bytes]:

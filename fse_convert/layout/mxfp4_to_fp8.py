@@ -18,13 +18,13 @@ import torch
 from torch.nn.functional import pad
 
 from fse_convert.layout.mxfp4 import DOUBLED, SIGN, Unencodable, check_groups, refuse_where
+from fse_convert.layout.nan_and_one import E4M3_NAN, E8M0_NAN
 from fse_convert.layout.sizes import GROUP, ceil_div
-from fse_convert.layout.ue8m0 import NAN, expand
+from fse_convert.layout.ue8m0 import expand
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-E4M3_NAN = 0x7F
 HEADROOM = 6
 """6 * 2**6 = 384 is the greatest MXFP4 value that E4M3, which ends at 448, has with a power of two."""
 SPAN = 14
@@ -70,7 +70,7 @@ def certainly_fits(sf_ng: Tensor, block: tuple[int, int]) -> bool:
     """Tell from group scales alone, ``uint8 [n, g]``, whether every tile is exact; False where it depends on the codes."""
     e_ng = sf_ng.to(torch.int16)
     spans = _tile_max(e_ng, block) + _tile_max(-e_ng, block)
-    return bool((spans <= SPAN).all()) and not bool((sf_ng == NAN).any())
+    return bool((spans <= SPAN).all()) and not bool((sf_ng == E8M0_NAN).any())
 
 
 def block_scales(w_np: Tensor, sf_ng: Tensor, block: tuple[int, int]) -> Tensor:
@@ -80,7 +80,7 @@ def block_scales(w_np: Tensor, sf_ng: Tensor, block: tuple[int, int]) -> Tensor:
     group scale that is NaN, and ValueError for shapes that do not fit.
     """
     _check_shapes(w_np, sf_ng, block)
-    refuse_where(sf_ng == NAN, "nan", "the group scale is a NaN (0xFF)")
+    refuse_where(sf_ng == E8M0_NAN, "nan", "the group scale is a NaN (0xFF)")
     e_ng, bits_ng = sf_ng.to(torch.int16), _magnitude_bits(w_np)
     most_ng, least_ng = e_ng + _looked_up(MOST, bits_ng), e_ng + _looked_up(LEAST, bits_ng)
     most, least = -_tile_max(-most_ng, block), _tile_max(least_ng, block)

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from fse_convert.layout.mxfp4 import SIGN, check_groups, refuse_where
+from fse_convert.layout.nan_and_one import BF16_INFINITY, E4M3_NAN, E8M0_NAN
 from fse_convert.layout.sizes import GROUP
-from fse_convert.layout.ue8m0 import NAN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-INFINITY = 0x7F80
-"""Of BF16; everything above is NaN."""
 MANTISSA = 7
 """Bits of BF16's mantissa."""
 ROUNDING = 0x20
@@ -70,9 +68,9 @@ def from_fp8(codes_nk: Tensor, scale_ng: Tensor) -> tuple[Tensor, Tensor]:
 def _from_powers_of_two(codes_nk: Tensor, scale_ng: Tensor) -> tuple[Tensor, Tensor]:
     """Encode by table: what becomes of E4M3 codes depends on the largest of their group, not on its scale."""
     n, k = codes_nk.shape
-    refuse_where(scale_ng == NAN, "nan", "the scale is a NaN (0xFF)")
+    refuse_where(scale_ng == E8M0_NAN, "nan", "the scale is a NaN (0xFF)")
     top_ng = (codes_nk & 0x7F).view(n, -1, GROUP).to(torch.int32).amax(2)
-    refuse_where(top_ng == 0x7F, "nan", "there is a NaN")
+    refuse_where(top_ng == E4M3_NAN, "nan", "there is a NaN")
     byte_ng = _bytes_of_e4m3().index_select(0, top_ng.flatten()).view_as(top_ng)
     w_np = _looked_up(_pairs_of_e4m3(), codes_nk, byte_ng - FP8_BYTES[0] << 16).view(n, k // 2)
     return w_np, _scaled(byte_ng, scale_ng.to(torch.int32) - E8M0_BIAS, top_ng == 0)
@@ -80,7 +78,7 @@ def _from_powers_of_two(codes_nk: Tensor, scale_ng: Tensor) -> tuple[Tensor, Ten
 
 def _scaled(byte_ng: Tensor, exponent_ng: Tensor, zero_ng: Tensor) -> Tensor:
     byte_ng = (byte_ng + exponent_ng).masked_fill(zero_ng, 0)
-    refuse_where((byte_ng < 0) | (byte_ng >= NAN), "scale-range", "the MXFP4 scale would not be in 2**-127 to 2**127")
+    refuse_where((byte_ng < 0) | (byte_ng >= E8M0_NAN), "scale-range", "the MXFP4 scale would not be in 2**-127 to 2**127")
     return byte_ng.to(torch.uint8)
 
 
@@ -91,8 +89,8 @@ def _encoded(bits_nk: Tensor) -> tuple[Tensor, Tensor]:
     magnitude = (bits_nk & 0x7FFF).view(-1, GROUP)
     top = magnitude.to(torch.int32).amax(1)
     least, most = map(int, torch.aminmax(top))
-    if most >= INFINITY:
-        refuse_where(top.view(n, -1) >= INFINITY, "nan", "there is a NaN or an infinity")
+    if most >= BF16_INFINITY:
+        refuse_where(top.view(n, -1) >= BF16_INFINITY, "nan", "there is a NaN or an infinity")
     byte = _bytes(top)
     quarter = byte - QUARTER << MANTISSA
     if least < NORMAL:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fse_convert.layout.nan_and_one import E8M0_NAN
+from fse_convert.layout.power_of_two import inexact, is_power_of_two
 from fse_convert.layout.sizes import GROUP, ceil_div
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ONE = 0x7F
-NAN = 0xFF
 
 
 def from_fp32(scale: Tensor) -> Tensor:
@@ -22,18 +21,15 @@ def from_fp32(scale: Tensor) -> Tensor:
 
     ``scale``: float32 or bfloat16, any shape. Returns uint8. Raises ValueError with the flat index of the first value that is no
     positive normal power of two, since rounding a scale would change every weight in its block.
-    Rule: DeepGEMM 2.8.x traps on ``bits & 0x807fffff`` (deep_gemm/include/deep_gemm/impls/smxx_layout.cuh).
     """
     import torch
 
     bits = scale.float().contiguous().view(torch.int32)
-    exponent = (bits >> 23) & 0xFF
-    bad = ((bits & -0x7F800001) != 0) | (exponent == 0) | (exponent == NAN)
-    if bad.any():
-        index = int(bad.flatten().nonzero()[0])
-        value = float(scale.flatten()[index])
-        raise ValueError(f"scale {index} is {value!r}, not a power of two that E8M0 can hold")
-    return exponent.to(torch.uint8)
+    exact = is_power_of_two(bits)
+    if not exact.all():
+        index = int((~exact).flatten().nonzero()[0])
+        raise ValueError(inexact(index, float(scale.flatten()[index])))
+    return (bits >> 23).to(torch.uint8)
 
 
 def to_fp32(scale: Tensor) -> Tensor:
@@ -43,7 +39,7 @@ def to_fp32(scale: Tensor) -> Tensor:
     byte = scale.view(torch.uint8).to(torch.int32)
     bits = byte << 23
     bits = torch.where(byte == 0, torch.full_like(bits, 1 << 22), bits)
-    return torch.where(byte == NAN, torch.full_like(bits, 0x7FC00000), bits).view(torch.float32)
+    return torch.where(byte == E8M0_NAN, torch.full_like(bits, 0x7FC00000), bits).view(torch.float32)
 
 
 def expand(scale: Tensor, n: int, k: int, block_n: int, block_k: int) -> Tensor:

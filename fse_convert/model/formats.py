@@ -7,7 +7,6 @@ logical rows, a stored column for ``Tile.cols`` logical columns, and new element
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -15,6 +14,7 @@ from math import prod
 
 from fse_convert.checkpoint.header import E8M0_DTYPES, TensorInfo
 from fse_convert.errors import Problem
+from fse_convert.layout.nan_and_one import ONES, NaN
 from fse_convert.layout.sizes import ceil_div
 from fse_convert.model.moe import Role
 
@@ -32,22 +32,6 @@ REQUANTISE = "choose a server that takes F32 scales; quantising again, to E8M0 s
 """What to do about F32 scales that are not powers of two."""
 
 
-class NaN(str, Enum):
-    """The elements that have NaN codes."""
-
-    E4M3 = "e4m3"
-    E8M0 = "e8m0"
-    BF16 = "bf16"
-    F16 = "f16"
-    F32 = "f32"
-
-
-NAN_BYTES: Mapping[NaN, tuple[int, ...]] = {NaN.E4M3: (0x7F, 0xFF), NaN.E8M0: (0xFF,)}
-"""NaN codes of the elements that are single bytes."""
-NAN_WORDS: Mapping[NaN, tuple[int, int]] = {NaN.BF16: (2, 0x7F80), NaN.F16: (2, 0x7C00), NaN.F32: (4, 0x7F800000)}
-"""Of wider elements their bytes, and the code of infinity: those above it are NaN, without the sign bit."""
-
-
 @dataclass(frozen=True, slots=True)
 class Element:
     """The element that pads a tensor (bytes), and the NaN codes of the tensor's elements."""
@@ -56,9 +40,9 @@ class Element:
     nan: NaN | None
 
 
-E8M0_ONE = Element(b"\x7f", NaN.E8M0)
-E8M0_SCALES = dict.fromkeys(E8M0_DTYPES, E8M0_ONE)
-FP8_SCALES = {**E8M0_SCALES, "F32": Element(struct.pack("<f", 1.0), NaN.F32), "BF16": Element(b"\x80\x3f", NaN.BF16)}
+_E8M0, _F32, _BF16, _E4M3 = (Element(ONES[of], of) for of in (NaN.E8M0, NaN.F32, NaN.BF16, NaN.E4M3))
+E8M0_SCALES = dict.fromkeys(E8M0_DTYPES, _E8M0)
+FP8_SCALES = {**E8M0_SCALES, "F32": _F32, "BF16": _BF16}
 FP4_WEIGHTS = dict.fromkeys(("I8", "U8"), Element(b"\0", None))
 FP8_WEIGHTS = {"F8_E4M3": Element(b"\0", NaN.E4M3)}
 PLAIN_WEIGHTS = {"BF16": Element(bytes(2), NaN.BF16), "F16": Element(bytes(2), NaN.F16), "F32": Element(bytes(4), NaN.F32)}
@@ -106,7 +90,7 @@ FACTS: Mapping[StorageKind, Facts] = {
     StorageKind.FP8_TENSOR: Facts(FP8_WEIGHTS, "FP8 per tensor", expert_dtype="fp8", written=_FP8),
     StorageKind.MXFP4: Facts(FP4_WEIGHTS, "MXFP4", expert_dtype="fp4", written=_MXFP4, scales=E8M0_SCALES, packed=2, group=32),
     StorageKind.NVFP4: Facts(
-        FP4_WEIGHTS, "NVFP4", expert_dtype="fp4", written=_NVFP4, scales={"F8_E4M3": Element(b"\x38", NaN.E4M3)}, packed=2, group=16
+        FP4_WEIGHTS, "NVFP4", expert_dtype="fp4", written=_NVFP4, scales={"F8_E4M3": _E4M3}, packed=2, group=16
     ),
     StorageKind.PLAIN: Facts(PLAIN_WEIGHTS),
 }

@@ -10,7 +10,7 @@ from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.servers.judge import Answer, Question
 from fse_convert.servers.load_padding import needed_contract
-from fse_convert.servers.naming import Named
+from fse_convert.servers.naming import Named, server_of
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import CONTRACT, TARGETS, Target, find_target
 from fse_convert.servers.verdict import Outcome
@@ -174,11 +174,6 @@ def _conversion(
             if decided and decided.width >= widths[widest.name]:
                 return Gain(target, fuses, runs, options)
     return None
-
-
-def server_of(row: Named) -> str:
-    """Return what all releases of one server, started in one way, have in common."""
-    return row.name.replace(row.release, "")
 
 
 def _way(row: Named, rows: Sequence[Named]) -> str:

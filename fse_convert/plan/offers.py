@@ -6,15 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fse_convert.errors import size
-from fse_convert.plan.advice import NO_PATH, REQUANTISED, Plans, releases, server_of
+from fse_convert.plan.advice import NO_PATH, REQUANTISED, Plans, releases
 from fse_convert.plan.changes.search import Misfit, misfit
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.decide import planner
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source
 from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, answer
+from fse_convert.servers.naming import server_of
+from fse_convert.servers.routed_fp8 import unserved
 from fse_convert.servers.targets import CONTRACT
-from fse_convert.servers.tensor_parallel import unserved
 from fse_convert.servers.verdict import Outcome
 
 DRAFTER = {

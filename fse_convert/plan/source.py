@@ -16,6 +16,7 @@ from functools import cached_property
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, open_checkpoint
+from fse_convert.layout.power_of_two import inexact, is_power_of_two
 from fse_convert.model.describe import describe
 from fse_convert.model.description import Description
 from fse_convert.model.families.find import FAMILIES
@@ -31,8 +32,6 @@ SMALL = 1 << 20
 """Bytes of a file above which it is not a config: tokenizer.json has many more."""
 CHUNK = 1 << 20
 """Bytes read at once."""
-SIGN_AND_MANTISSA = 0x807FFFFF
-"""Bits that no positive power of two has."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +130,17 @@ def _first_inexact(tensors: Iterable[TensorInfo], folder: Folder, starts: Mappin
 
 
 def inexact_value(info: TensorInfo, folder: Folder, data_start: int) -> str:
-    """Say which value of an F32 tensor is not a positive normal power of two; empty when every one is."""
+    """Say which value of an F32 tensor E8M0 cannot hold; empty when it can hold every one."""
     for at in range(0, info.nbytes, CHUNK):
         size = min(CHUNK, info.nbytes - at)
         raw = folder.read(info.shard, data_start + info.start + at, size)
         if len(raw) < size:
             raise EOFError(f"{info.shard} ended inside of {info.name}")
         bits = _words(raw)
-        bad = {b for b in set(bits) if b & SIGN_AND_MANTISSA or b >> 23 in (0, 0xFF)}
+        bad = {b for b in set(bits) if not is_power_of_two(b)}
         if bad:
             i = next(i for i, b in enumerate(bits) if b in bad)
-            value = struct.unpack_from("<f", raw, 4 * i)[0]
-            return f"scale {at // 4 + i} is {value!r}, not a power of two that E8M0 can hold"
+            return inexact(at // 4 + i, struct.unpack_from("<f", raw, 4 * i)[0])
     return ""
 
 

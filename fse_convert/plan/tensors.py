@@ -16,8 +16,8 @@ from typing import NamedTuple
 from fse_convert.checkpoint.encoding import encode_header, header_entry
 from fse_convert.checkpoint.header import TensorInfo, element_bytes
 from fse_convert.checkpoint.reader import Shard
+from fse_convert.layout.nan_and_one import NaN
 from fse_convert.model.description import ExpertGroup
-from fse_convert.model.formats import NaN
 from fse_convert.model.moe import Expert, Role
 from fse_convert.sidecar.tensors import KernelTensorName
 

@@ -78,6 +78,11 @@ def _affixes(row: Named) -> tuple[str, str]:
     return before, after
 
 
+def server_of(row: Named) -> str:
+    """Return what the names of all releases of one server, started in one way, have in common."""
+    return "".join(_affixes(row))
+
+
 def _of_release(version: str, rows: Sequence[Row]) -> Row | None:
     asked = _numbers(version)
     return next((row for row in rows if asked and asked[: len(_numbers(row.release))] == _numbers(row.release)), None)

@@ -16,6 +16,7 @@ from math import gcd, lcm
 from fse_convert.model.description import ExpertGroup
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.quantization import FP8_METHODS, Quantization
+from fse_convert.servers.routed_fp8 import unserved
 from fse_convert.servers.subject import Subject
 
 ENGINES = ("vLLM", "SGLang")
@@ -156,17 +157,6 @@ def rank_multiples(checkpoint: Subject, tp: int, engines: Iterable[str] = ENGINE
             else:
                 routed = lcm(routed, tp, block) if pads else lcm(routed, tp * block)
     return Multiples(routed, of_shared)
-
-
-def unserved(checkpoint: Subject) -> tuple[str, ...]:
-    """Return the servers that cannot serve a model as it is stored, whatever its widths.
-
-    DeepSeek-V4.1's routed experts in FP8: vLLM's own linear layers for it are taken with FP4 experts alone, and no other kernel has
-    blocks of 32x32 (0.33 models/deepseek_v41/quant_config.py; layers/quantization/utils/marlin_utils_fp8.py:124 asserts).
-    """
-    v41 = checkpoint.description.model_type == "deepseek_v41"
-    fp8 = any(d.routed and d.routed.gate.kind is StorageKind.FP8_BLOCK for d in checkpoint.description.layers)
-    return ("vLLM",) if v41 and fp8 else ()
 
 
 def _groups(checkpoint: Subject) -> Iterable[tuple[ExpertGroup, bool]]:

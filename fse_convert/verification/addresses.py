@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fse_convert.model.moe import Role
+from fse_convert.verification.code_of_one import E8M0_ONE
 
 GROUP = 32
 """Elements along K under one scale (recipe (1, 1, 32))."""
-ONE = 0x7F
-"""UE8M0 code of 1.0: the scale of padding."""
 Rows = tuple[Tensor, Tensor]
 """Weight codes uint8 ``[n, k]`` and their scales uint8 ``[n, k / 32]``, rows in logical order."""
 
@@ -53,13 +52,13 @@ def l2_scale_rows(d: Tensor) -> Tensor:
 def l1_scale_bytes(gate_ng: Tensor, up_ng: Tensor, width: int) -> Tensor:
     """Return the L1 scale at padded ``width`` from a scale for every row and group: uint8 ``[hidden / 128, 2w, 4]``."""
     half, row = l1_scale_rows(torch.arange(2 * width))
-    gate, up = (pad(sf, (0, 0, 0, width - len(sf)), value=ONE) for sf in (gate_ng, up_ng))
+    gate, up = (pad(sf, (0, 0, 0, width - len(sf)), value=E8M0_ONE) for sf in (gate_ng, up_ng))
     return _words(torch.stack((gate, up))[half, row])
 
 
 def l2_scale_bytes(down_ng: Tensor, width: int) -> Tensor:
     """Return the L2 scale at padded ``width``, likewise: uint8 ``[width / 128, hidden, 4]``."""
-    whole = pad(down_ng, (0, width // GROUP - down_ng.shape[1]), value=ONE)
+    whole = pad(down_ng, (0, width // GROUP - down_ng.shape[1]), value=E8M0_ONE)
     return _words(whole[l2_scale_rows(torch.arange(len(down_ng)))])
 
 

@@ -18,7 +18,8 @@ from fse_convert.model.moe import Role
 from fse_convert.plan.source import describe_source
 from fse_convert.plan.tensors import SharedExpert
 from fse_convert.sidecar.reader import read_shards, shard_names
-from fse_convert.verification.addresses import GROUP, ONE, KernelLayout, Rows, exponents
+from fse_convert.verification.addresses import GROUP, KernelLayout, Rows, exponents
+from fse_convert.verification.code_of_one import E8M0_ONE
 from fse_convert.verification.compare import InputFiles, Memory
 from fse_convert.verification.decode import Matrix, decode_codes, decode_mxfp4, decode_scales
 from fse_convert.verification.expected import ExpectedOutput, RecodedExpert, kernel_tensors
@@ -86,7 +87,7 @@ class StoredExpert:
         if codes is None:
             raise ValueError(f"{m.scale.name}: a scale is not a power of two")
         row, column = torch.arange(start, last) // bm - start // bm, torch.arange(0, m.shape[1], GROUP) // bk
-        return self._whole(role, codes[row[:, None], column], stop - start, GROUP, ONE)
+        return self._whole(role, codes[row[:, None], column], stop - start, GROUP, E8M0_ONE)
 
     def _whole(self, role: Role, x: Tensor, count: int, per: int, fill: int) -> Tensor:
         """Complete ``count`` rows of elements, one for ``per`` columns."""

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fse_convert.model.moe import Role
-from fse_convert.verification.addresses import GROUP, ONE, KernelLayout, Rows
+from fse_convert.verification.addresses import GROUP, KernelLayout, Rows
+from fse_convert.verification.code_of_one import E8M0_ONE
 from fse_convert.verification.experts import StoredExpert
 from fse_convert.verification.numerics import fused_expert, quantize_input, relative_l2
 
@@ -207,7 +208,7 @@ def pad_source(source: StoredExpert, width: int) -> tuple[Rows, Rows]:
 
     def grow(rows: Rows, n: int, k: int) -> Rows:
         pad = torch.nn.functional.pad
-        return pad(rows[0], (0, k, 0, n)), pad(rows[1], (0, k // GROUP, 0, n), value=ONE)
+        return pad(rows[0], (0, k, 0, n)), pad(rows[1], (0, k // GROUP, 0, n), value=E8M0_ONE)
 
     gate, up = (grow(source.rows(role, 0, source.width), extra, 0) for role in (Role.GATE, Role.UP))
     l1 = torch.cat((gate[0], up[0])), torch.cat((gate[1], up[1]))

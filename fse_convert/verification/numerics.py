@@ -32,7 +32,8 @@ from torch import Tensor
 
 from fse_convert.errors import EnvironmentFailure, Problem
 from fse_convert.model.moe import Role
-from fse_convert.verification.addresses import GROUP, ONE, KernelLayout, Rows
+from fse_convert.verification.addresses import GROUP, KernelLayout, Rows
+from fse_convert.verification.code_of_one import E8M0_ONE
 from fse_convert.verification.decode import decode_codes, decode_scales
 from fse_convert.verification.experts import StoredExpert, dequantize
 
@@ -310,11 +311,11 @@ def _padding(kernel: AnyExpert, ours: Trace, s: int) -> list[Difference]:
     for role in (Role.GATE, Role.UP):
         codes, scale = kernel.rows(role, s, kernel.width)
         different += _difference(f"{role.value} weight padding (channel, hidden)", codes, 0, (s, 0))
-        different += _difference(f"{role.value} scale padding (channel, group)", scale, ONE, (s, 0))
+        different += _difference(f"{role.value} scale padding (channel, group)", scale, E8M0_ONE, (s, 0))
     for start, stop in _chunks(kernel.hidden, 16 * kernel.width):
         codes, scale = kernel.rows(Role.DOWN, start, stop)
         different += _difference("down weight padding (hidden, channel)", codes[:, s:], 0, (start, s))
-        different += _difference("down scale padding (hidden, group)", scale[:, g:], ONE, (start, g))
+        different += _difference("down scale padding (hidden, group)", scale[:, g:], E8M0_ONE, (start, g))
     different += _difference("activation codes in padding (token, channel)", ours.codes[:, s:], 0, (0, s))
     different += _difference("activation scales in padding (token, group)", ours.scale[:, g:], 0, (0, g))
     return different

@@ -15,9 +15,8 @@ from fse_convert.model.families.family import Family, Stack
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.servers.native import LaunchWidths
+from fse_convert.verification.code_of_one import ONES
 
-ONES = {"F8_E8M0": b"\x7f", "U8": b"\x7f", "F32": b"\0\0\x80\x3f", "F8_E4M3": b"\x38", "BF16": b"\x80\x3f"}
-"""The code of 1.0, which pads scales, by their dtype; weights are padded with zero bytes."""
 WEIGHT_ENDS = ("", ".weight", ".weight_packed")
 SCALE_ENDS = ("_scales", "_scale", "_scale_inv", ".scale", ".weight_scale", ".weight_scale_inv")
 """What stands behind the name of a stack's weight or scale. gpt-oss's MXFP4 has ``_blocks``, of 32 columns, and ``_scales``; in

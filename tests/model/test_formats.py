@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fse_convert.checkpoint.header import TensorInfo
-from fse_convert.model.formats import Format, FormatError, NaN, StorageKind, Tile, read_format
+from fse_convert.layout.nan_and_one import NaN
+from fse_convert.model.formats import Format, FormatError, StorageKind, Tile, read_format
 from fse_convert.testing.memory import matrix
 
 N, K = 256, 512

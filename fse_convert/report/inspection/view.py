@@ -12,11 +12,12 @@ from fse_convert.errors import Problem, size
 from fse_convert.inspection import Inspection
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import NO_PATH, TOPICS, server_of
+from fse_convert.plan.advice import NO_PATH, TOPICS
 from fse_convert.report.console import counted, gathered, runs, span
 from fse_convert.report.inspection.costs import advised_cost, cost_rows, cost_words
 from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import Answer, Question
+from fse_convert.servers.naming import server_of
 from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 
