@@ -1,4 +1,4 @@
-"""Errors for people: what, where, and what to do. Each class has an exit code, each error a stable code of its own."""
+"""Errors for people: what, where, and what to do. Each error has a stable code of its own."""
 
 from __future__ import annotations
 
@@ -7,28 +7,14 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
+
+from fse_convert.exit_codes import ExitCode, of_error
 
 FEWER = "fewer --workers, or raise the limit: that of the shell (ulimit), of the container or of the job"
 INSTALL_TORCH = "pip install torch (a CPU build is enough); inspect, targets, explain, card, doctor and --dry-run work without it"
 SHOWN = 8
 """How many names of a long list a message spells out."""
-
-
-class ExitCode(IntEnum):
-    """The documented exit codes of ``fse-convert``; others come from signals and closed pipes.
-
-    Answers say their own: `Inspection.exit_code` (``--require``) and `Proof.exit_code`; errors that of their class.
-    """
-
-    OK = 0
-    NO = 1
-    USAGE = 2
-    INVALID = 3
-    ENVIRONMENT = 4
-    LOCKED = 6
-    BUG = 70
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +36,17 @@ class Problem:
 class FseConvertError(Exception):
     """Base of all errors that a user can cause; carries one or more problems.
 
-    ``problems`` is never empty. ``exit_code`` is what the command line exits with.
+    ``problems`` is never empty.
     """
-
-    exit_code = ExitCode.INVALID
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__("\n".join(str(p) for p in problems))
         self.problems = problems
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What the command line exits with."""
+        return of_error(type(self).__name__)
 
     def __reduce__(self) -> tuple[type[FseConvertError], tuple[Problem, ...]]:
         """Let it travel between processes whole."""
@@ -66,8 +55,6 @@ class FseConvertError(Exception):
 
 class UsageError(FseConvertError):
     """The arguments do not fit together or name something that does not exist."""
-
-    exit_code = ExitCode.USAGE
 
 
 class InvalidCheckpoint(FseConvertError):
@@ -81,25 +68,17 @@ class NotConvertible(FseConvertError):
 class EnvironmentFailure(FseConvertError):
     """The machine refused: space, permission, I/O."""
 
-    exit_code = ExitCode.ENVIRONMENT
-
 
 class ServerRefuses(FseConvertError):
     """The server that was named would not run what the conversion would write."""
-
-    exit_code = ExitCode.NO
 
 
 class VerificationFailure(FseConvertError):
     """The output is not what the source demands; nothing was published."""
 
-    exit_code = ExitCode.NO
-
 
 class Locked(FseConvertError):
     """Another run is writing the same output."""
-
-    exit_code = ExitCode.LOCKED
 
 
 class NotServable(FseConvertError):
@@ -116,8 +95,6 @@ class Interrupted(FseConvertError):
 
 class Bug(FseConvertError):
     """Something that no input should lead to."""
-
-    exit_code = ExitCode.BUG
 
 
 @contextmanager

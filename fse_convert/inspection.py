@@ -12,7 +12,8 @@ from pathlib import Path
 from fse_convert.checkpoint.folder import Folder, LocalFolder
 from fse_convert.checkpoint.names import CONFIG, QUANT_CONFIG
 from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, garbage_collection_paused, read_checkpoint
-from fse_convert.errors import ExitCode, FseConvertError, Problem, folded
+from fse_convert.errors import FseConvertError, Problem, folded
+from fse_convert.exit_codes import ExitCode, of_inspection
 from fse_convert.model.config_against_tensors import LOAD_CONFLICTS, UNFIT, unstated
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import LayerKind
@@ -68,13 +69,8 @@ class Inspection:
         return tuple(a for a in self.answers if a in wanted and not a.fused)
 
     def exit_code(self, required: Iterable[str]) -> ExitCode:
-        """Return 3 for a broken checkpoint; with required targets 1 unless all fuse it and all of it is understood; else 0.
-
-        Raises UsageError for a required target that was not judged.
-        """
-        if self.problems:
-            return ExitCode.INVALID
-        return ExitCode.NO if self.failing(required) else ExitCode.OK
+        """Return what ``inspect --require`` exits with. Raises UsageError for a required target that was not judged."""
+        return of_inspection(broken=bool(self.problems), required_fuse=not (self.problems or self.failing(required)))
 
 
 @garbage_collection_paused()

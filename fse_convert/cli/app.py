@@ -11,21 +11,7 @@ from click.shell_completion import CompletionItem
 
 import fse_convert
 from fse_convert.cli.command import Command, shown
-
-EXIT_CODES = """
-\b
-Exit codes:
-  0  done, and every requirement met
-  1  requirement not met: a required target does not fuse, or a verification found a mismatch
-  2  wrong arguments
-  3  the checkpoint is broken; of convert also: not understood, or not convertible as asked
-  4  environment error: space, permission, I/O, no GPU for what was asked; what is finished is kept
-  6  another run is writing the same output
-  70  a bug in fse-convert: please report it
-  141  whoever read the output closed the pipe
-  130, 143, 129  stopped by SIGINT, SIGTERM, SIGHUP; what is finished is kept
-"""
-
+from fse_convert.exit_codes import HELP
 
 EXAMPLES = (
     "fse-convert inspect DeepSeek-V4.1-Flash",
@@ -77,7 +63,7 @@ class DefaultGroup(click.Group):
     cls=DefaultGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=f"{shown(EXAMPLES)}\n{EXIT_CODES}",
+    epilog=f"{shown(EXAMPLES)}\n{HELP}",
 )
 @click.option("--version", is_flag=True, help="Show the version; with -v also those of Python, torch, servers and the rest.")
 @click.option("-v", "verbose", is_flag=True, hidden=True)

@@ -23,7 +23,8 @@ from fse_convert.cli.options import (
     log_options,
     part_option,
 )
-from fse_convert.errors import ExitCode, Problem, UsageError
+from fse_convert.errors import Problem, UsageError
+from fse_convert.exit_codes import ExitCode, of_dry_run
 from fse_convert.output.copying import Link
 from fse_convert.output.lock import staging_root
 from fse_convert.plan.plan import Experts, Options
@@ -173,7 +174,7 @@ def convert(
             conversion.print_plan(job.plan, title="plan")
             conversion.print_estimate(estimate)
         log.done()
-        return ExitCode.OK if estimate.fits else ExitCode.ENVIRONMENT
+        return of_dry_run(fits=estimate.fits)
     found = "" if restart else job.kept()
     if found:
         log.note(Problem("resuming", f"{found} are there from an earlier run; their content is checked", str(staging_root(out))))

@@ -11,7 +11,8 @@ import click
 from fse_convert.checkpoint.reader import garbage_collection_paused
 from fse_convert.cli.app import cli
 from fse_convert.cli.options import CHECKPOINT, FORMS, complete_target, family_option, json_option, log_options
-from fse_convert.errors import ExitCode, environment
+from fse_convert.errors import environment
+from fse_convert.exit_codes import ExitCode
 from fse_convert.report.log import Log
 
 if TYPE_CHECKING:

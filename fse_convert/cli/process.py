@@ -19,12 +19,11 @@ import click
 from fse_convert.cli.app import cli
 from fse_convert.cli.command import is_given
 from fse_convert.cli.options import FORMS
-from fse_convert.errors import Bug, EnvironmentFailure, ExitCode, FseConvertError, Interrupted, Problem, UsageError, limits
+from fse_convert.errors import Bug, EnvironmentFailure, FseConvertError, Interrupted, Problem, UsageError, limits
+from fse_convert.exit_codes import CLOSED_PIPE, ExitCode, of_signal
 from fse_convert.report.log import Log
 
 DEBUG = "FSE_CONVERT_DEBUG"
-CLOSED_PIPE = 141
-"""Exit code of a program that SIGPIPE ended."""
 STOPPED = Problem("interrupted", "stopped by a signal", hint="the same command begins again; nothing was written")
 STOP_WITHIN = 0.7
 """Seconds that a stopped run has to end by itself."""
@@ -49,7 +48,7 @@ class Stopped(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.code = 128 + number
+        self.code = of_signal(number)
 
 
 @contextmanager
@@ -69,7 +68,7 @@ def _stoppable() -> Iterator[None]:
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     """Stop within a second, even while a thread waits for the disk: a run can resume from what is on disk at any instant."""
-    timer = threading.Timer(STOP_WITHIN, os._exit, (128 + number,))
+    timer = threading.Timer(STOP_WITHIN, os._exit, (of_signal(number),))
     timer.daemon = True
     timer.start()
     raise Stopped(number)
@@ -87,7 +86,7 @@ def _run(args: list[str]) -> int:
     except FseConvertError as e:
         return _fail(e, log, form=form)
     except (Stopped, click.exceptions.Abort, KeyboardInterrupt) as e:
-        code = e.code if isinstance(e, Stopped) else 130
+        code = e.code if isinstance(e, Stopped) else of_signal(signal.SIGINT)
         left = getattr(e, "left", getattr(e.__cause__, "left", STOPPED))  # click makes an Abort of what it knows
         return _fail(Interrupted(left), log, form=form, code=code)
     except click.ClickException as e:

@@ -8,7 +8,8 @@ import click
 
 from fse_convert.cli.app import cli
 from fse_convert.cli.options import CHECKPOINT, FOLDER, json_option, local, log_options
-from fse_convert.errors import ExitCode, Problem, UsageError
+from fse_convert.errors import Problem, UsageError
+from fse_convert.exit_codes import ExitCode
 from fse_convert.report.log import Log
 from fse_convert.verification.findings import Level, Sample
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import MANIFEST
-from fse_convert.errors import ExitCode, InvalidCheckpoint, Problem, VerificationFailure, environment
+from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment
+from fse_convert.exit_codes import ExitCode, of_proof
 from fse_convert.plan.plan import Plan
 from fse_convert.plan.source import Source, open_source
 from fse_convert.progress import Observer, Phase, Work
@@ -56,10 +57,8 @@ class Proof:
 
     @property
     def exit_code(self) -> ExitCode:
-        """What ``verify`` exits with: 1 when something is wrong or had nothing to run on, 4 when this machine cannot run it."""
-        if self.failed or self.nothing_to_run_on:
-            return ExitCode.NO
-        return ExitCode.ENVIRONMENT if self.unavailable else ExitCode.OK
+        """What ``verify`` exits with."""
+        return of_proof(failed=self.failed, nothing_to_run_on=self.nothing_to_run_on, unavailable=self.unavailable)
 
     def record(self) -> ProofRecord:
         """Return a proof that did not fail for the manifest: nothing differs from machine to machine unless a GPU ran."""

@@ -16,7 +16,8 @@ import fse_convert
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.hub import HubFolder, fetch, source_name
 from fse_convert.checkpoint.reader import read_checkpoint
-from fse_convert.errors import EnvironmentFailure, ExitCode, InvalidCheckpoint, UsageError
+from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, UsageError
+from fse_convert.exit_codes import ExitCode
 from tests.hub_server import COMMIT, Hub, serve, stand_in
 
 pytest.importorskip("huggingface_hub")

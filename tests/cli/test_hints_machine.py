@@ -148,7 +148,7 @@ def test_a_run_that_was_stopped(made: Make, run: Run, tmp_path: Path, monkeypatc
 def test_a_proof_that_failed_once(made: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = (made(**KNOBS), tmp_path / "out", "--json")
     with monkeypatch.context() as broken:
-        broken.setattr("fse_convert.verification.numerics.ONE", 0x7E)
+        broken.setattr("fse_convert.verification.numerics.E8M0_ONE", 0x7E)
         found = said(run(*command)[1])
     assert "nothing was published: run again" in found["proof-failed"]
     assert not (tmp_path / "out").exists()

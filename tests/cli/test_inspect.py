@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import fse_convert
-from fse_convert.errors import ExitCode, UsageError
+from fse_convert.errors import UsageError
+from fse_convert.exit_codes import ExitCode
 from fse_convert.testing.patch import edit_config, edit_index, read_shard, write_shard
 from tests.releases import FROM_031, SGLANG
 

@@ -208,7 +208,7 @@ def test_a_wrong_writer_publishes_nothing(
 
 
 def test_numbers_that_are_wrong_publish_nothing(root: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fse_convert.verification.numerics.ONE", 0x7E)
+    monkeypatch.setattr("fse_convert.verification.numerics.E8M0_ONE", 0x7E)
     code, _, err = run(root, tmp_path / "out")
     assert (code, "error[numerics-mismatch]" in err) == (1, True)
     assert list(tmp_path.iterdir()) == []

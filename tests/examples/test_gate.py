@@ -14,7 +14,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from fse_convert.errors import ExitCode
+from fse_convert.exit_codes import ExitCode
 
 if sys.version_info >= (3, 11):
     import tomllib

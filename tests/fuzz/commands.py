@@ -12,7 +12,8 @@ from pathlib import Path
 from fse_convert.checkpoint.encoding import encode_json
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR
 from fse_convert.cli import main
-from fse_convert.errors import ExitCode, NotServable
+from fse_convert.errors import NotServable
+from fse_convert.exit_codes import ExitCode
 from fse_convert.serving.sidecar import open_sidecar
 from fse_convert.sidecar.manifest import DIGEST, own_digest
 from fse_convert.testing.checkpoints import make_checkpoint

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 import torch
 
-from fse_convert.layout import megamoe, ue8m0
-from fse_convert.layout.nan_and_one import E8M0_ONE
+from fse_convert.layout import megamoe, nan_and_one, ue8m0
 from tests.layout import tensors
 from tests.peers import published, wheels
 from tests.peers.published import JUDGES, KernelWeights, SharedMlp
@@ -121,7 +120,7 @@ def padded_by_torch(mlp: SharedMlp, more: int) -> SharedMlp:
 def by_us(mlp: SharedMlp, width: int) -> KernelWeights:
     """Kernel weights by `fse_convert.layout`, padded to ``width`` of all shared experts together."""
     hidden, (bn, bk) = mlp.hidden, mlp.block
-    one = bytes([E8M0_ONE])
+    one = bytes([nan_and_one.E8M0_ONE])
     gate, up = (tensors.pad(half, width, hidden, b"\0") for half in (mlp.gate, mlp.up))
     down = tensors.pad(mlp.down, hidden, width, b"\0")
     gate_scale, up_scale = (
@@ -204,7 +203,7 @@ def scales_k_major(patch: pytest.MonkeyPatch) -> KernelWeights:
 
 
 def padded_with_scale_0(patch: pytest.MonkeyPatch) -> KernelWeights:
-    patch.setattr(ue8m0, "ONE", 0)
+    patch.setattr(nan_and_one, "E8M0_ONE", 0)
     return by_us(checkpoint(SMALL), SMALL.target)
 
 
@@ -310,5 +309,5 @@ def test_sglang_requantizes_blocks_of_128_and_only_the_scales_of_zeros_change(wi
     ]
     for a, b in zip(*by_channel, strict=True):
         assert torch.equal(a[:width], b[:width])
-        assert (a[width:] == E8M0_ONE).all()
+        assert (a[width:] == nan_and_one.E8M0_ONE).all()
         assert (b[width:] == 105).all()  # 2 ** -22, from 1e-4 / 448

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fse_convert.errors import ExitCode, Problem
+from fse_convert.errors import Problem
+from fse_convert.exit_codes import ExitCode
 from fse_convert.inspection import Inspection
 from fse_convert.plan.advice import Advice
 from fse_convert.report.inspection.pages import html, markdown, workflow_commands

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.errors import ExitCode
+from fse_convert.exit_codes import ExitCode
 from fse_convert.plan.changes.apply import changed_tensors
 from fse_convert.plan.plan import Plan
 from fse_convert.plan.source import open_source
