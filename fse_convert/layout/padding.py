@@ -1,6 +1,6 @@
-"""Zero padding of matrices of bytes.
+"""Zero padding of matrices of bytes; at which ends is in `fse_convert.model.padding_ends`.
 
-Gate and up grow at the end of their rows, down at the end of its columns; weights get 0x00, scales the code of 1.0, so
+Weights get 0x00, scales the code of 1.0, so
 that a padded channel computes ``silu(0) * 0 = 0`` exactly and no NaN or sub-minimal scale can enter (vLLM #56568;
 DeepGEMM 2.8.2 section 7.3).
 """

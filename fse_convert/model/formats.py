@@ -144,10 +144,6 @@ class Format:
         scale = {"F8_E8M0": "E8M0", "U8": "E8M0 (U8)"}.get(self.scale_dtype or "", self.scale_dtype)
         return f"FP8 {self.block[0]}x{self.block[1]} {scale}"
 
-    def at(self, role: Role, width: int) -> tuple[int, int]:
-        """Return the ``[N, K]`` of a projection whose expert is so wide."""
-        return (self.shape[0], width) if role is Role.DOWN else (width, self.shape[1])
-
     def width_block(self, role: Role) -> int:
         """Return how many elements of the expert's width share a scale: rows of gate and up, columns of down."""
         return self.block[1 if role is Role.DOWN else 0] if self.block else 1

@@ -13,6 +13,7 @@ from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.model.families.family import Stack
 from fse_convert.model.formats import PLAIN_WEIGHTS, SCALARS, WEIGHTS, Format, Tile
 from fse_convert.model.moe import Expert, Projection, Role
+from fse_convert.model.padding_ends import halves, padded_shape
 
 BIAS = "bias"
 PARTS: Mapping[str, str] = {
@@ -35,8 +36,8 @@ class Stacked:
     """A stored tensor with the matrices of several experts or projections.
 
     ``module``: its name without that of the part. ``role``: whose width it has, up for gate and up together; ``part``: of a
-    projection. ``axis``: the dimension that grows with the width, cut into ``parts`` of equal size, each of which grows at its own
-    end: two where up stands behind gate. ``tile``: how one projection's share tiles ``[N, K]``; None for what does not grow.
+    projection. ``axis``: the dimension that grows with the width, in ``parts`` of equal size. ``tile``: how one projection's share
+    tiles ``[N, K]``; None for what does not grow.
     """
 
     info: TensorInfo
@@ -47,13 +48,13 @@ class Stacked:
     parts: int
     tile: Tile | None
 
-    def shape(self, old: tuple[int, int], new: tuple[int, int]) -> tuple[int, ...]:
-        """Return the stored shape once the projections' ``[N, K]`` is ``new`` instead of ``old``."""
+    def shape(self, of_one: tuple[int, int], width: int) -> tuple[int, ...]:
+        """Return the stored shape once experts are so wide. ``of_one``: the ``[N, K]`` of a single projection as it is."""
         stored = self.info.shape
         if self.tile is None:
             return stored
         along = 1 if self.role is Role.DOWN else 0
-        was, will = (self.tile.stored(*shape, 2)[along] for shape in (old, new))
+        was, will = (self.tile.stored(*shape, 2)[along] for shape in (of_one, padded_shape(self.role, of_one, width)))
         return stored if was == will else (*stored[: self.axis], stored[self.axis] * will // was, *stored[self.axis + 1 :])
 
     @property
@@ -102,14 +103,13 @@ class Slot:
             element = PLAIN_WEIGHTS[self.info.dtype]
             tile = Tile(1, 0, element.fill, element.nan)
         across = (role is Role.DOWN) != self.transposed
-        parts = 1 if self.stack.interleaved else len(self.stack.roles)
         return Stacked(
             info=self.info,
             module=self.module,
             role=role,
             part=self.part,
             axis=self.leading + across,
-            parts=parts,
+            parts=halves(self.stack),
             tile=tile,
         )
 

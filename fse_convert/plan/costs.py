@@ -16,6 +16,7 @@ from fse_convert.layout.sizes import GROUP
 from fse_convert.model.description import Description, ExpertGroup, LayerDescription
 from fse_convert.model.formats import Format
 from fse_convert.model.moe import LayerKind, Projection
+from fse_convert.model.padding_ends import padded_shape
 from fse_convert.servers.native import LaunchWidths
 
 
@@ -163,7 +164,7 @@ def _grown(d: LayerDescription, new: LaunchWidths) -> Stored:
 def _growth(group: ExpertGroup, width: int) -> int:
     """Add up the bytes that one expert of a group grows by."""
     return sum(
-        _expert_bytes(p, f, f.at(role, width)) - _expert_bytes(p, f, f.shape)
+        _expert_bytes(p, f, padded_shape(role, f.shape, width)) - _expert_bytes(p, f, f.shape)
         for expert in group.experts[:1]
         for role, p in expert.projections.items()
         for f in (group.formats[role],)
@@ -172,8 +173,7 @@ def _growth(group: ExpertGroup, width: int) -> int:
 
 def _stacked_growth(group: ExpertGroup, width: int) -> int:
     """Add up the bytes by which the tensors that hold a group's experts grow."""
-    formats = group.formats
-    grown = ((s.info, prod(s.shape(formats[s.role].shape, formats[s.role].at(s.role, width)))) for s in group.stacked)
+    grown = ((s.info, prod(s.shape(group.formats[s.role].shape, width))) for s in group.stacked)
     return sum(elements * BITS[info.dtype] // 8 - info.nbytes for info, elements in grown)
 
 

@@ -11,6 +11,7 @@ from fse_convert.checkpoint.reader import Checkpoint, Shard, garbage_collection_
 from fse_convert.model.description import ExpertGroup
 from fse_convert.model.formats import StorageKind, Tile
 from fse_convert.model.moe import Role
+from fse_convert.model.padding_ends import padded_shape
 from fse_convert.plan.changes.apply import changed_tensors, lay_out
 from fse_convert.plan.decide import decide
 from fse_convert.plan.plan import Decision, Options, Plan
@@ -79,13 +80,13 @@ def _padded(group: ExpertGroup, width: int) -> Iterator[tuple[str, Grown]]:
                 if key not in known:
                     f = group.formats[role]
                     tile = f.tiles[suffix]
-                    shape = tile.stored(*f.at(role, width), len(info.shape)) if tile else info.shape
+                    shape = tile.stored(*padded_shape(role, f.shape, width), len(info.shape)) if tile else info.shape
                     known[key] = _growth(info, shape, stretches(info.shape, shape), tile)
                 if grown := known[key]:
                     yield info.name, grown
     for s in group.stacked:
         f = group.formats[s.role]
-        if grown := _growth(s.info, s.shape(f.shape, f.at(s.role, width)), s.stretches, s.tile):
+        if grown := _growth(s.info, s.shape(f.shape, width), s.stretches, s.tile):
             yield s.info.name, grown
 
 
