@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
+from fse_convert.checkpoint.followed_links import linked_folders
 from fse_convert.checkpoint.left_out import Kind, find_clutter
-from fse_convert.checkpoint.safe_paths import check_spelling
+from fse_convert.checkpoint.names import check_spelling
 from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, naming, some
 
 LARGEST_WHOLE = 256 << 20
@@ -82,7 +83,7 @@ class LocalFolder:
             within = {n: _relative(folder, n, self.root) for n in (*names, *leaves)}
             kinds = {n: found[1] for n in within if (found := find_clutter(n))}
             left |= {within[n] + "/" * (n in names): kind for n, kind in kinds.items()}
-            links = {n for n in names if (Path(folder) / n).is_symlink()}
+            links = linked_folders(Path(folder), names)
             odd += [within[n] for n in links if n not in kinds]
             names[:] = sorted(n for n in names if n not in links and n not in kinds)
             for name in (within[n] for n in leaves if n not in kinds):
@@ -153,7 +154,7 @@ class LocalFolder:
             if (self.root / top.rstrip("/")).is_symlink():
                 found.append(top.rstrip("/"))
             for folder, names, leaves in os.walk(self.root / top, onerror=_refuse):
-                links = [n for n in names if (Path(folder) / n).is_symlink()]
+                links = linked_folders(Path(folder), names)
                 found += [_relative(folder, n, self.root) for n in (*leaves, *links)]
         return sorted(found)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
+from fse_convert.checkpoint.followed_links import link_notes, unsafe_shards
 from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_HINT, LFS_POINTER, Header, TensorInfo, header_length, parse_header
 from fse_convert.checkpoint.left_out import ADAPTERS, INDEXES, OTHER_FORMATS, SLICE, Kind, beside, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, QUANT_CONFIG, SIDECAR, SUFFIX, natural_key
-from fse_convert.checkpoint.safe_paths import is_own, unsafe_shards
 from fse_convert.checkpoint.unlisted import judge_unlisted
 from fse_convert.errors import InvalidCheckpoint, Problem, some
 
@@ -143,7 +143,7 @@ class _CheckpointReader:
             self._check_total(metadata, shards)
         self._note_left_out(left)
         others = tuple(n for n in self.files if n not in {CONFIG, INDEX} and n not in names and n not in left)
-        self._note_links(others)
+        self.notes += link_notes(self.folder.root, others) if isinstance(self.folder, LocalFolder) else []
         read = {s.name for s in shards}
         self.unread.update(n for n in (listed or names) if n not in read)
         if weight_map is not None:
@@ -257,12 +257,6 @@ class _CheckpointReader:
             hint = "dangling links, linked folders and devices are not part of a checkpoint"
             self.notes.append(Problem("not-copied", f"left out: {some(self.folder.odd)}", self.folder.label, hint))
         self.notes += notes(left, self.folder.label)
-
-    def _note_links(self, others: Sequence[str]) -> None:
-        outside = [n for n in others if isinstance(self.folder, LocalFolder) and not is_own(self.folder.root, n)]
-        if outside:
-            message = "a link to a file outside of the checkpoint, whose content a conversion copies"
-            self.notes.append(Problem("link-copied", message, some(outside), "remove it unless it belongs to the model"))
 
     def _shards(self, names: list[str]) -> Iterator[Shard]:
         for _, shard in self._parsed(names):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-import fse_convert
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
@@ -25,7 +24,7 @@ from fse_convert.output.free_space import MARGIN, check_space, existing_home, fr
 from fse_convert.output.lock import staging_root
 from fse_convert.output.overwrite import check_output
 from fse_convert.output.parts import Job, Part
-from fse_convert.output.resume import finished_sizes
+from fse_convert.output.resume import fingerprint_of, finished_sizes
 from fse_convert.output.staging import Staging, check_staged, reading, stage
 from fse_convert.output.workers import run_jobs
 from fse_convert.plan.manifest import arguments_record, draft_manifest
@@ -159,13 +158,10 @@ class Conversion:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a run to resume another one: tool, arguments, layout, and the source's files."""
-        return {
-            "version": fse_convert.__version__,
-            "layout": {"name": LAYOUT, "version": LAYOUT_VERSION},
-            "arguments": msgspec.to_builtins(arguments_record(self.plan.options)),
-            "source": {name: list(self.folder.stamps[name]) for name in sorted(self.plan.source.checkpoint.files)},
-        }
+        """What must be the same for a run to resume another one."""
+        layout, arguments = {"name": LAYOUT, "version": LAYOUT_VERSION}, arguments_record(self.plan.options)
+        stamps = {name: self.folder.stamps[name] for name in self.plan.source.checkpoint.files}
+        return fingerprint_of(layout, msgspec.to_builtins(arguments), stamps)
 
     @cached_property
     def notes(self) -> tuple[Problem, ...]:

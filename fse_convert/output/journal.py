@@ -1,4 +1,4 @@
-"""The journal of a conversion: which files are finished, so that a killed run can be resumed.
+"""The journal of a conversion: which files are finished. What a run resumes from it is decided in `fse_convert.output.resume`.
 
 One JSON object a line. The first is the fingerprint of the run: what must be the same for its files to be of any use.
 Each other line names a finished file with its digest, and is written after the file itself is on disk. A torn line counts as
@@ -79,16 +79,3 @@ def _parsed(line: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return entry if isinstance(entry, dict) else {}
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Say in which fields two fingerprints differ, dotted for nested ones; of words and numbers also what they were and are."""
-    found: list[str] = []
-    for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            told = f" was {a}, is {b}" if isinstance(a, str | int) and isinstance(b, str | int) else ""
-            found.append(f"{prefix}{key}{told}")
-    return found

@@ -19,11 +19,11 @@ from msgspec import UNSET
 
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
+from fse_convert.checkpoint.followed_links import is_own, leads_out
 from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo, parse_header
 from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.reader import Shard, read_checkpoint
-from fse_convert.checkpoint.safe_paths import is_own, leads_out
 from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment, naming, some
 from fse_convert.output.copying import SHARED, Link, carry, new_file, way, write_all
 from fse_convert.output.digests import file_sha256, file_xxh3_128

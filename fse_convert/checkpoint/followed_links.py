@@ -1,15 +1,20 @@
-"""Which names and links are followed: shards beside their index, files inside of their folder, names that the locale can spell."""
+"""Which links and names of a checkpoint are followed: links to files are, wherever they lead; links to folders are not.
+
+Of the names in an index those of shards beside it are followed, and no others.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Set
-from contextlib import suppress
+from collections.abc import Iterable, Set
 from pathlib import Path, PurePosixPath
 
 from fse_convert.checkpoint.names import INDEX, SUFFIX
-from fse_convert.errors import EnvironmentFailure, Problem, some
+from fse_convert.errors import Problem, some
+
+
+def linked_folders(folder: Path, names: Iterable[str]) -> set[str]:
+    """Return those of a folder's own folders that are links, which are not followed."""
+    return {name for name in names if (folder / name).is_symlink()}
 
 
 def unsafe_shards(listed: Set[str]) -> tuple[set[str], list[Problem]]:
@@ -42,11 +47,8 @@ def is_own(root: Path, name: str) -> bool:
     return not leads_out(root, name) or (root / name).resolve().parent == root.resolve().parent.parent / "blobs"
 
 
-def check_spelling(name: str) -> None:
-    """Refuse a UTF-8 name that this locale reads as another: the index and the output spell it in UTF-8."""
-    with suppress(UnicodeDecodeError):
-        utf8 = os.fsencode(name).decode("utf-8")
-        if utf8 != name:
-            message = f"the locale's encoding, {sys.getfilesystemencoding()}, cannot spell this file name"
-            hint = "set PYTHONUTF8=1, or a UTF-8 locale: LC_ALL=C.UTF-8"
-            raise EnvironmentFailure(Problem("locale-encoding", message, utf8, hint))
+def link_notes(root: Path, names: Iterable[str]) -> list[Problem]:
+    """Say which files are links to something outside of the checkpoint."""
+    outside = [name for name in names if not is_own(root, name)]
+    message = "a link to a file outside of the checkpoint, whose content a conversion copies"
+    return [Problem("link-copied", message, some(outside), "remove it unless it belongs to the model")] if outside else []
