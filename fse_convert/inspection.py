@@ -107,7 +107,8 @@ def inspect(
         found = description.family if description.layers else None
         sizes = unstated(found, checkpoint.config, description.n_shared) if found else ()
         conflicts = (*(c for c in description.conflicts if c not in problems), *sizes)
-    answers = tuple(_without_false_yes(a, broken, unsupported, conflicts) for a in judge(about))
+    doubt = _doubt(broken, unsupported, conflicts)
+    answers = tuple(_doubted(a, doubt, broken=bool(broken)) if doubt else a for a in judge(about))
     asked = tuple(a for a in answers if not names or a.name in names)
     return Inspection(
         checkpoint,
@@ -125,23 +126,23 @@ def inspect(
     )
 
 
-def _without_false_yes(
-    answer: Answer, broken: Sequence[Problem], unsupported: Sequence[Problem], conflicts: Sequence[Problem]
-) -> Answer:
-    """Replace fused by unknown where a checkpoint is broken, not understood or not described, by unsafe where it would not load."""
-    unloadable = tuple(Problem(c.code, str(c), hint=c.hint) for c in conflicts if c.code in LOAD_CONFLICTS)
+def _doubt(broken: Sequence[Problem], unsupported: Sequence[Problem], conflicts: Sequence[Problem]) -> Verdict | None:
+    """Return what stands in the place of a yes for a checkpoint that is broken, not understood, or would not load."""
     if broken:
         message = "the checkpoint is broken: what a server makes of it is known once it is mended"
-        doubt = because(Outcome.UNKNOWN, "checkpoint-broken", message, "mend what the errors name")
-    elif unsupported:
-        doubt = not_understood(unsupported)
-    elif unloadable:
-        doubt = Verdict(Outcome.UNSAFE, unloadable)
-    else:
-        return answer
+        return because(Outcome.UNKNOWN, "checkpoint-broken", message, "mend what the errors name")
+    if unsupported:
+        return not_understood(unsupported)
+    unloadable = tuple(Problem(c.code, str(c), hint=c.hint) for c in conflicts if c.code in LOAD_CONFLICTS)
+    return Verdict(Outcome.UNSAFE, unloadable) if unloadable else None
+
+
+def _doubted(answer: Answer, doubt: Verdict, *, broken: bool) -> Answer:
+    """Replace every yes of an answer, and of a broken checkpoint every `Outcome.UNSAFE`; a model with a yes in it is no safer."""
     withdrawn = (Outcome.FUSED, Outcome.UNSAFE) if broken else (Outcome.FUSED,)
-    hidden = doubt.outcome is Outcome.UNSAFE and answer.model.outcome is Outcome.UNFUSED and any(v.fused for v in answer.layers)
-    model = doubt if answer.model.outcome in withdrawn or (broken and not answer.layers) or hidden else answer.model
+    unloadable = doubt.outcome is Outcome.UNSAFE and answer.model.outcome is Outcome.UNFUSED and any(v.fused for v in answer.layers)
+    without_layers = broken and not answer.layers
+    model = doubt if answer.model.outcome in withdrawn or unloadable or without_layers else answer.model
     return replace(answer, model=model, layers=tuple(doubt if v.outcome in withdrawn else v for v in answer.layers))
 
 

@@ -22,7 +22,8 @@ class Misfits:
     """Tells damage from a format that is not supported, for the experts of a layer that should be stored alike.
 
     A format that is not supported shows in every expert; one odd matrix among others that are understood is damage.
-    ``understood``: the projections that are understood in any layer.
+    ``understood``: the projections that are understood in any layer. ``same_blocks``: scales that fit no format could still have
+    blocks of one size, along rows and along columns, which damage would hardly leave.
     """
 
     def __init__(self, read: Read, understood: set[Role]) -> None:
@@ -30,7 +31,8 @@ class Misfits:
         parts = [(e.projections[r].parts, f) for e, formats in read for r, f in formats.items() if errors]
         self.understood = understood
         self.dtypes = {_dtypes(p) for p, f in parts if isinstance(f, Format)}
-        self.constant = all(frozenset.intersection(*sides) for sides in zip(*(e.sides for e in errors if e.sides), strict=False))
+        grids = [e.sides for e in errors if e.sides]
+        self.same_blocks = all(frozenset.intersection(*sides) for sides in zip(*grids, strict=False))
 
     def problem(self, error: FormatError, role: Role, projection: Projection) -> Problem:
         """Return the problem that a misfit is."""
@@ -42,7 +44,7 @@ class Misfits:
             return problem
         if self.dtypes and (role in self.understood or _dtypes(projection.parts) in self.dtypes):
             return replace(problem, code="matrix-odd", hint=ODD) if code in NOT_UNDERSTOOD else problem
-        if code in NOT_UNDERSTOOD or not self.constant:
+        if code in NOT_UNDERSTOOD or not self.same_blocks:
             return problem
         return replace(problem, code="format-unknown", hint=SUPPORTED)
 

@@ -10,7 +10,7 @@ from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertibl
 from fse_convert.model.config_against_tensors import LOAD_CONFLICTS
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.changes.search import Candidates, Changes, choose, misfit
+from fse_convert.plan.changes.search import Candidates, Changes, choose, left_unfused
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import Decision, Experts, LayerVerdict, Options
@@ -63,7 +63,7 @@ def _chosen(candidates: Candidates, options: Options) -> Decision:
 
 def _suits(decision: Decision, options: Options) -> bool:
     """Tell whether the target fuses enough; a contract has been asked already."""
-    return bool(options.contract or not options.target or options.allow_unfused) or misfit(decision).usable
+    return bool(options.contract or not options.target or options.allow_unfused) or left_unfused(decision).usable
 
 
 def _decide_after(after: Source, changes: Changes, options: Options) -> Decision:
@@ -116,7 +116,7 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
     """Say why a target fuses nothing whatever may be changed, or which permission is lacking."""
     title = options.goal
     unpadded = _chosen(candidates, replace(options, tp=1))
-    if misfit(unpadded).usable:
+    if left_unfused(unpadded).usable:
         message = (
             f"{title} fuses this checkpoint after a change of format, but one conversion cannot pad it for TP {options.tp} too"
         )
@@ -124,7 +124,7 @@ def _no_way(decision: Decision, candidates: Candidates, options: Options) -> lis
     if not options.lossy:
         lossy = replace(options, lossy=True)
         with_loss = _chosen(candidates, lossy)
-        if misfit(with_loss).usable:
+        if left_unfused(with_loss).usable:
             does = " and ".join(change.does for change in with_loss.changes)
             message = f"{title} fuses this checkpoint only after a change that loses precision: {does}"
             source = candidates.source

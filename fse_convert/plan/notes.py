@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fse_convert.errors import Problem, size
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import NO_PATH, TOPICS, releases, said_of
-from fse_convert.plan.changes.search import Misfit, misfit
+from fse_convert.plan.changes.search import Unfused, left_unfused
 from fse_convert.plan.commands import inspection_command
 from fse_convert.plan.costs import Serving, padding, uneven
 from fse_convert.plan.edits import config_notes
@@ -117,7 +117,7 @@ def refusal(plan: Plan) -> Problem | None:
 
 def _drafter(plan: Plan) -> Problem | None:
     """Note where the drafter does not fuse, though all decoder layers do: no change of format helps it in some releases."""
-    if plan.options.contract or misfit(plan.decision) not in (Misfit.DRAFTER_UNFUSED, Misfit.DRAFTER_FAILS):
+    if plan.options.contract or left_unfused(plan.decision) not in (Unfused.DRAFTER_RUNS, Unfused.DRAFTER_FAILS):
         return None
     layers = [v.server for v in plan.decision.verdicts if v.layer.layer.kind is LayerKind.MTP]
     worst = whole(tuple(layers))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fse_convert.errors import size
 from fse_convert.plan.advice import NO_PATH, REQUANTISED, Plans, releases
-from fse_convert.plan.changes.search import Misfit, misfit
+from fse_convert.plan.changes.search import Unfused, left_unfused
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.decide import planner
 from fse_convert.plan.plan import Decision, Options
@@ -19,9 +19,9 @@ from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome
 
 DRAFTER = {
-    Misfit.NOTHING: "",
-    Misfit.DRAFTER_UNFUSED: "; the drafter's layers run unfused",
-    Misfit.DRAFTER_FAILS: "; not with the drafter, which fails",
+    Unfused.NOTHING: "",
+    Unfused.DRAFTER_RUNS: "; the drafter's layers run unfused",
+    Unfused.DRAFTER_FAILS: "; not with the drafter, which fails",
 }
 """What comes of the drafter."""
 BY_NAME = {target.name: target for target in ALL_TARGETS}
@@ -136,10 +136,10 @@ def _tried(
     helped: dict[str, bool] = {}
     for target in (BY_NAME[name] for name in names):
         decision = plans(replace(asked, target=target))
-        if decision and misfit(decision).usable and not _falls_back(decision, target):
+        if decision and left_unfused(decision).usable and not _falls_back(decision, target):
             helped[target.name] = bool(decision.changes)
             if decision.changes:
-                key = tuple(change.name for change in decision.changes), misfit(decision)
+                key = tuple(change.name for change in decision.changes), left_unfused(decision)
                 found.setdefault(key, (decision, []))[1].append(target)
     offers = [_offer(d, tuple(ts), source, replace(asked, target=_newest(ts)), answers) for d, ts in found.values()]
     return offers, helped
@@ -158,7 +158,7 @@ def _own_values(answers: Sequence[Answer], plans: Plans, source: Source, tp: int
     """Yield the lossless change after which servers that requantise shared experts while loading have no need to."""
     rounding = [BY_NAME[a.name] for a in answers if a.fused and REQUANTISED.intersection(n.code for n in a.notes)]
     decided = {t.name: plans(Options(t, tp=tp, routed_fp8=True)) for t in rounding}
-    if targets := tuple(t for t in rounding if (d := decided[t.name]) and misfit(d) is Misfit.NOTHING):
+    if targets := tuple(t for t in rounding if (d := decided[t.name]) and left_unfused(d) is Unfused.NOTHING):
         newest = _newest(targets)
         if decision := decided[newest.name]:
             options = Options(newest, tp=tp, routed_fp8=True)
@@ -193,7 +193,7 @@ def _offer(
         lossless=all(change.lossless for change in decision.changes),
         bytes=decision.after.checkpoint.total_size - source.checkpoint.total_size,
         originals=sum(source.checkpoint.tensors[name].nbytes for name in kept),
-        drafter=DRAFTER[misfit(decision)],
+        drafter=DRAFTER[left_unfused(decision)],
         command=_command(source, options),
         lost=tuple(t for t in fused if answer(decision.after.subject, t).model.outcome not in kept_or_unknown),
         unserved=unserved(decision.after.subject),

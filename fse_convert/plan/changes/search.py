@@ -31,18 +31,18 @@ HEAL = "heal-"
 UNSTACK = "have the model written again with every expert by itself; --tp N pads stacked experts as they are"
 
 
-class Misfit(IntEnum):
+class Unfused(IntEnum):
     """What a server leaves unfused, from nothing on."""
 
     NOTHING = 0
-    DRAFTER_UNFUSED = 1
+    DRAFTER_RUNS = 1
     DRAFTER_FAILS = 2
     DECODER = 3
 
     @property
     def usable(self) -> bool:
         """True where all decoder layers fuse."""
-        return self is not Misfit.DECODER
+        return self is not Unfused.DECODER
 
 
 class Candidates:
@@ -105,18 +105,21 @@ class Candidates:
             raise NotConvertible(Problem("nothing-to-heal", "config and headers show no defect that is known", "--heal"))
         return names
 
-    def lists(self, options: Options) -> Iterator[tuple[list[str], Changes]]:
-        """Yield recodings and the mends before them, in the order in which to try them; what was asked for comes first."""
-        asked = self.asked(options)
-        bases = [asked]
-        if options.target and not isinstance(options.target, Target) and not asked:
-            permitted = (name for name in RECODINGS if options.lossy or name not in LOSSY)
-            bases += [[name] for name in permitted if isinstance(self._possible(name), FormatChange)]
-        for names in bases:
+    def to_try(self, options: Options) -> Iterator[tuple[list[str], Changes]]:
+        """Yield recodings and the mends before them, in the order in which to try them: first without mends."""
+        for names in self._recodings_to_try(options):
             if not options.heal:
                 yield names, ()
             if self.heals and (options.target or options.heal):
                 yield names, self.heals
+
+    def _recodings_to_try(self, options: Options) -> list[list[str]]:
+        """Return what was asked for; where nothing was, for a server that fuses by format: none, then each by itself."""
+        asked = self.asked(options)
+        if asked or not options.target or isinstance(options.target, Target):
+            return [asked]
+        permitted = [name for name in RECODINGS if options.lossy or name not in LOSSY]
+        return [[], *([name] for name in permitted if isinstance(self._possible(name), FormatChange))]
 
     def recodings(self) -> Iterator[Result]:
         """Yield every recoding on the healed config, or why it does not apply."""
@@ -137,37 +140,33 @@ def choose(candidates: Candidates, options: Options, decide: Decide) -> Decision
     format. Without such a list, the decision or the error for what was asked for. Raises NotConvertible for what may not be made.
     """
     first: Decision | FseConvertError | None = None
-    fitting: list[tuple[Decision, list[str]]] = []
-    for names, healed in candidates.lists(options):
+    best: tuple[Decision, list[str]] | None = None
+    for names, healed in candidates.to_try(options):
         decision = _tried(candidates, candidates.changes(names, healed), options, decide)
         first = first or decision
-        if not isinstance(decision, Decision) or (options.target and not misfit(decision).usable):
+        if not isinstance(decision, Decision) or (options.target and not left_unfused(decision).usable):
             continue
-        if fitting and not _loses_nothing(decision):
+        if best and not all(change.lossless for change in decision.changes):
             break
-        fitting.append((decision, names))
-        if not options.target or misfit(decision) < Misfit.DRAFTER_FAILS:
+        if best is None or left_unfused(decision) < left_unfused(best[0]):
+            best = decision, names
+        if not options.target or left_unfused(decision) < Unfused.DRAFTER_FAILS:
             break
-    if fitting:
-        decision, names = min(fitting, key=lambda found: misfit(found[0]))
-        return decision if options.heal else _without_needless(candidates, decision, names, options, decide)
-    return first or NotConvertible(Problem("no-change-helps", "no list of changes can be made"))
+    if best is None:
+        return first or NotConvertible(Problem("no-change-helps", "no list of changes can be made"))
+    return best[0] if options.heal else _without_needless(candidates, *best, options, decide)
 
 
-def _loses_nothing(decision: Decision) -> bool:
-    return all(change.lossless for change in decision.changes)
-
-
-def misfit(decision: Decision) -> Misfit:
+def left_unfused(decision: Decision) -> Unfused:
     """Return what the target would leave unfused of the output."""
     if decision.server.fused:
-        return Misfit.NOTHING
+        return Unfused.NOTHING
     of = {kind: [v.server for v in decision.verdicts if v.layer.layer.kind is kind] for kind in LayerKind}
     whole = decision.server.outcome not in (Outcome.ERROR, Outcome.REFUSED)
     if not whole or not of[LayerKind.DECODER] or not all(v.fused for v in of[LayerKind.DECODER]):
-        return Misfit.DECODER
-    unfused = all(v.outcome in (Outcome.FUSED, Outcome.UNFUSED) for v in of[LayerKind.MTP])
-    return Misfit.DRAFTER_UNFUSED if unfused else Misfit.DRAFTER_FAILS
+        return Unfused.DECODER
+    runs = all(v.outcome in (Outcome.FUSED, Outcome.UNFUSED) for v in of[LayerKind.MTP])
+    return Unfused.DRAFTER_RUNS if runs else Unfused.DRAFTER_FAILS
 
 
 def _tried(candidates: Candidates, changes: Changes | None, options: Options, decide: Decide) -> Decision | FseConvertError | None:
@@ -185,7 +184,7 @@ def _without_needless(candidates: Candidates, decision: Decision, names: list[st
     for heal in [change for change in decision.changes if change.name.startswith(HEAL)]:
         fewer = heals(candidates.source.subject, but=(*left_out, heal.name))
         tried = _tried(candidates, candidates.changes(names, fewer), options, decide)
-        if isinstance(tried, Decision) and misfit(tried) <= misfit(decision):
+        if isinstance(tried, Decision) and left_unfused(tried) <= left_unfused(decision):
             decision = tried
             left_out.append(heal.name)
     return decision

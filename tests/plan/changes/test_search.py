@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fse_convert.errors import NotConvertible
-from fse_convert.plan.changes.search import Misfit, misfit
+from fse_convert.plan.changes.search import Unfused, left_unfused
 from fse_convert.plan.decide import decide
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source
@@ -37,10 +37,10 @@ def test_what_loses_nothing_comes_first_though_a_loss_is_permitted(small: Make) 
     source = small("v4-flash")
     for lossy in (False, True):
         assert names(exact := chosen(source, "vllm-0.33-aiter", lossy=lossy)) == ["routed-fp8"]
-        assert misfit(exact) is Misfit.DRAFTER_FAILS
+        assert left_unfused(exact) is Unfused.DRAFTER_FAILS
         assert names(chosen(source, "atom", lossy=lossy)) == ["routed-fp8"]
     assert names(rounded := chosen(source, "vllm-0.33-aiter", lossy=True, shared_mxfp4=True)) == ["shared-mxfp4"]
-    assert misfit(rounded) is Misfit.DRAFTER_UNFUSED
+    assert left_unfused(rounded) is Unfused.DRAFTER_RUNS
     assert names(chosen(source, "vllm-0.29-aiter", lossy=True)) == ["shared-mxfp4"]
 
 
@@ -54,13 +54,13 @@ def test_only_the_mends_that_a_target_needs_are_made(small: Make) -> None:
     assert len(made) == 2
     assert "export" in made[0]
     assert "shared" in made[1]
-    assert misfit(chosen(source, "vllm-0.33-aiter")) is Misfit.NOTHING
+    assert left_unfused(chosen(source, "vllm-0.33-aiter")) is Unfused.NOTHING
 
 
 def test_a_mend_and_a_recoding_may_both_be_needed(small: Make) -> None:
     source = small("kimi-k2-quark", quantization(lambda quark: quark.pop("export")))
     decision = chosen(source, "vllm-0.33-aiter", lossy=True)
-    assert misfit(decision) is Misfit.NOTHING
+    assert left_unfused(decision) is Unfused.NOTHING
     assert names(decision)[-1] == "shared-mxfp4"
     assert len(names(decision)) == 2
 
