@@ -19,7 +19,7 @@ from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import Advice, advise
 from fse_convert.plan.costs import Costs, Serving, costs
-from fse_convert.plan.decide import planner
+from fse_convert.plan.decide import decider
 from fse_convert.plan.offers import Offers, make_offers
 from fse_convert.plan.ranks import Ranks, ranks
 from fse_convert.plan.source import Source, describe_source, read_scales
@@ -97,7 +97,7 @@ def inspect(
     layers = tuple(d for d in description.layers if drafter or d.layer.kind is LayerKind.DECODER)
     about = replace(about, description=replace(description, layers=layers))
     left_out = [Problem("drafter-left-out", LEFT_OUT)] * (len(layers) < len(description.layers))
-    plans = (lambda _: None) if reading.problems or reading.converted else planner(source)
+    decide = (lambda _: None) if reading.problems or reading.converted else decider(source)
     widths = contract_widths(about, serving.tp)
     problems = _layer_problems(reading, description)
     broken = folded((*reading.problems, *_sidecar_problems(reading), *(p for p in problems if p.code not in NOT_UNDERSTOOD)))
@@ -115,14 +115,14 @@ def inspect(
         about,
         asked,
         costs(description, serving, widths) if description.widths else None,
-        advise(about, answers, plans, serving.tp, place=folder.label),
+        advise(about, answers, decide, serving.tp, place=folder.label),
         broken,
         unsupported,
         conflicts,
         (*checkpoint.notes, *left_out, *_kept_scales(source.scales)),
         reading.converted,
         Offers() if broken or reading.converted else make_offers(asked, source, serving.tp),
-        None if broken else ranks(about, plans, serving.tp, folder.label),
+        None if broken else ranks(about, decide, serving.tp, folder.label),
     )
 
 

@@ -14,9 +14,9 @@ from fse_convert.model.grouping import Seen
 from fse_convert.model.moe import Expert, MoELayer, Role
 from fse_convert.model.stacked import Stacked
 
-STACKED = "experts-stacked"
+EXPERTS_STACKED = "experts-stacked"
 NOT_UNDERSTOOD = frozenset({
-    STACKED, "expert-unknown", "expert-outside", "experts-differ", "dtype-unsupported", "weight-shape",
+    EXPERTS_STACKED, "expert-unknown", "expert-outside", "experts-differ", "dtype-unsupported", "weight-shape",
     "part-ambiguous", "part-unknown", "format-unknown", "scale-dtype", "scale-straddles", "family-refused",
 })  # fmt: skip
 """Codes of problems with a checkpoint that is whole, but of a kind that is not supported; all others mean that it is broken."""

@@ -15,7 +15,7 @@ from fse_convert.checkpoint.names import natural_key
 from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import MTP_LAYERS
 from fse_convert.model.moe import Expert, LayerKind, MoELayer, Projection, Role
-from fse_convert.model.stacked import place
+from fse_convert.model.stacked import find_stack
 
 ROUTED = ".experts."
 EXPERT_MODULE = re.compile(r"(?:^|\.)(?:[a-z]+_)*(?:experts?|(?:shared|switch)_mlp)(?:\.|$)")
@@ -35,7 +35,7 @@ MTP_MODULE = re.compile(rf"(?:^|\.)(?:{MTP_LAYERS})\.")
 """Names of an MTP layer that has a prefix of its own."""
 BESIDE = frozenset({"e_score_correction_bias", "expert_bias", "post_expert_norm"})
 """Tensors under ``experts`` that are none of theirs: of the router, and a norm of their outputs (Muse Spark)."""
-STACKED = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w[123])(?:_|\.|$)")
+STACKED_NAME = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w[123])(?:_|\.|$)")
 """Names, below ``experts``, of a tensor that holds all experts of a layer."""
 
 Parts = dict[str, dict[str, TensorInfo]]
@@ -185,7 +185,7 @@ class _Grouper:
     def _odd(self, block: _Block, info: TensorInfo, tail: str) -> None:
         """Sort a tensor below ``experts`` that is not a single expert's matrix."""
         first = tail.partition(".")[0]
-        if STACKED.match(tail) or (len(info.shape) > 2 and not first.isdecimal()):
+        if STACKED_NAME.match(tail) or (len(info.shape) > 2 and not first.isdecimal()):
             block.stacked.append(info)
         elif first not in BESIDE:
             block.unknown.append(info.name)
@@ -227,7 +227,7 @@ class _Grouper:
         if projection in self.family.shared_names and _is_part(suffix):
             block.shared.setdefault(projection, {})[suffix] = info
             block.shared_name = f"{head}.{self.family.shared}"
-        elif place(self.family.fused, tail, info, 0):
+        elif find_stack(self.family.fused, tail, info, 0):
             block.fused.append(info)
             block.shared_name = f"{head}.{self.family.shared}"
         else:

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from fse_convert.errors import Problem, some
 from fse_convert.model.config_against_tensors import INCOMPLETE
-from fse_convert.model.description import STACKED, ExpertGroup, LayerDescription, first_of
+from fse_convert.model.description import EXPERTS_STACKED, ExpertGroup, LayerDescription, first_of
 from fse_convert.model.families.family import Family, Stack
 from fse_convert.model.formats import Format, FormatError, StorageKind, read_format
 from fse_convert.model.misfits import Formats, Misfits, Read
 from fse_convert.model.moe import Expert, LayerKind, MoELayer, Projection, Role
-from fse_convert.model.stacked import BIAS, Slot, odd_biases, place, repeated, single, straddling, unbiased
+from fse_convert.model.stacked import BIAS, StackTensor, find_stack, odd_biases, repeated, single, straddling, unbiased
 
 NO_MATRIX = "adapters, biases, and projections fused into one matrix are not supported"
 TWO_NAMES = "find out which of them is right, and take the other out"
@@ -41,8 +41,8 @@ class LayerReader:
             for understood, group in zip(self.understood, groups, strict=True):
                 understood.update(role for _, formats in group for role, f in formats.items() if isinstance(f, Format))
         for m in layers:
-            for biased, slots in zip(self.biased, (self._slots(m), self._fused(m)), strict=True):
-                biased.update((m.kind, slot.stack) for slot in slots if slot.part == BIAS)
+            for biased, members in zip(self.biased, (self._members(m), self._fused(m)), strict=True):
+                biased.update((m.kind, member.stack) for member in members if member.part == BIAS)
         return tuple(self._layer(*entry) for entry in read)
 
     def _layer(self, layer: MoELayer, routed: Read, shared: Read) -> LayerDescription:
@@ -53,7 +53,7 @@ class LayerReader:
         of_experts, of_one = _group(routed, roles, of_routed, problems), _group(shared, roles, of_shared, problems)
         stated, of_own = self.block_hint, tuple(filter(None, (layer.shared,)))
         groups = (
-            _stacked(of_experts, (), self._slots(layer), stated, problems) if layer.stacked else of_experts,
+            _stacked(of_experts, (), self._members(layer), stated, problems) if layer.stacked else of_experts,
             _stacked(of_one, of_own, self._fused(layer), stated, problems) if layer.fused else of_one,
         )
         return LayerDescription(layer, *groups, problems.folded())
@@ -63,27 +63,27 @@ class LayerReader:
         for twin in layer.twins:
             message = f"this layer is there twice, under other prefixes: {_prefix(layer.name)} and {_prefix(twin)}"
             problems.add(Problem("layer-twice", message, layer.name, TWICE))
-        _add_odd_stacks(layer, self._slots(layer), problems)
+        _add_odd_stacks(layer, self._members(layer), problems)
         for name in layer.unknown:
             problems.add(Problem("expert-unknown", "an expert tensor that is not understood", name, NO_MATRIX))
         own = layer.shared.projections if layer.shared else {}
-        again = (*repeated(self._slots(layer)), *repeated(self._fused(layer), own))
-        for name in (*layer.doubled, *(slot.info.name for slot in again)):
+        again = (*repeated(self._members(layer)), *repeated(self._fused(layer), own))
+        for name in (*layer.doubled, *(member.info.name for member in again)):
             problems.add(Problem("part-ambiguous", "a projection that is there under another name too", name, TWO_NAMES))
         missing = _missing_experts(layer)
         if missing:
             message = f"no routed expert {some(map(str, missing))}"
             problems.add(Problem("expert-missing", message, layer.name, INCOMPLETE))
-        for biased, slots in zip(self.biased, (self._slots(layer), self._fused(layer)), strict=True):
-            for slot in unbiased(slots, {stack for kind, stack in biased if kind is layer.kind}):
-                problems.add(Problem("bias-missing", "no bias of it, which other layers have", slot.info.name, INCOMPLETE))
+        for biased, members in zip(self.biased, (self._members(layer), self._fused(layer)), strict=True):
+            for member in unbiased(members, {stack for kind, stack in biased if kind is layer.kind}):
+                problems.add(Problem("bias-missing", "no bias of it, which other layers have", member.info.name, INCOMPLETE))
         if self.family.gated and layer.shared and layer.gate_tensor is None:
             problems.add(Problem("gate-missing", "no gate of the shared expert", layer.shared.name, INCOMPLETE))
 
     def _routed(self, layer: MoELayer) -> tuple[Expert, ...]:
         """Return the routed experts; one in place of all where they are stacked."""
-        slots = self._slots(layer)
-        return (single(layer.name, slots),) if slots and not layer.routed else layer.routed
+        members = self._members(layer)
+        return (single(layer.name, members),) if members and not layer.routed else layer.routed
 
     def _shared(self, layer: MoELayer) -> tuple[Expert, ...]:
         if layer.shared is None:
@@ -91,14 +91,14 @@ class LayerReader:
         fused = single(layer.shared.name, self._fused(layer)).projections
         return (layer.shared._replace(projections={**layer.shared.projections, **fused}),)
 
-    def _slots(self, layer: MoELayer) -> list[Slot]:
-        found = (place(self.family.stacked, t.name.removeprefix(f"{layer.name}."), t, 1) for t in layer.stacked)
-        return [slot for slot in found if slot]
+    def _members(self, layer: MoELayer) -> list[StackTensor]:
+        found = (find_stack(self.family.stacked, t.name.removeprefix(f"{layer.name}."), t, 1) for t in layer.stacked)
+        return [member for member in found if member]
 
-    def _fused(self, layer: MoELayer) -> list[Slot]:
+    def _fused(self, layer: MoELayer) -> list[StackTensor]:
         names = f"{layer.shared.name}." if layer.shared else ""
-        found = (place(self.family.fused, t.name.removeprefix(names), t, 0) for t in layer.fused)
-        return [slot for slot in found if slot]
+        found = (find_stack(self.family.fused, t.name.removeprefix(names), t, 0) for t in layer.fused)
+        return [member for member in found if member]
 
     def _read(self, experts: Iterable[Expert]) -> Read:
         return [(expert, self._formats(expert)) for expert in experts]
@@ -145,23 +145,23 @@ def _group(read: Read, roles: frozenset[Role], understood: set[Role], problems: 
     return ExpertGroup(experts, first, hidden, width)
 
 
-def _add_odd_stacks(layer: MoELayer, slots: Sequence[Slot], problems: _Problems) -> None:
+def _add_odd_stacks(layer: MoELayer, members: Sequence[StackTensor], problems: _Problems) -> None:
     """Add what of the stacked tensors is not understood, and numbers of experts that differ between them."""
-    known = {slot.info.name for slot in slots}
+    known = {member.info.name for member in members}
     odd = [t for t in layer.stacked if t.name not in known or layer.routed]
     if odd:
         message = f"experts in one {len(odd[0].shape)}-D tensor, {odd[0].dtype} {list(odd[0].shape)}"
         hint = "beside experts of their own" if layer.routed else "not in the layout that this family has"
-        problems.add(Problem(STACKED, message, first_of(t.name for t in odd), hint))
-    for slot in (s for s in slots if s.info.shape[0] != layer.count and not layer.routed):
-        message = f"it holds {slot.info.shape[0]} experts, another tensor of the layer {layer.count}"
-        problems.add(Problem("expert-shape", message, slot.info.name, INCOMPLETE))
+        problems.add(Problem(EXPERTS_STACKED, message, first_of(t.name for t in odd), hint))
+    for member in (s for s in members if s.info.shape[0] != layer.count and not layer.routed):
+        message = f"it holds {member.info.shape[0]} experts, another tensor of the layer {layer.count}"
+        problems.add(Problem("expert-shape", message, member.info.name, INCOMPLETE))
 
 
 def _stacked(
     group: ExpertGroup | None,
     own: tuple[Expert, ...],
-    slots: Sequence[Slot],
+    members: Sequence[StackTensor],
     stated: tuple[int, int] | None,
     problems: _Problems,
 ) -> ExpertGroup | None:
@@ -171,12 +171,12 @@ def _stacked(
     """
     if group is None:
         return None
-    for slot, message in straddling(slots, group.formats, stated):
-        problems.add(Problem("scale-straddles", message, slot.info.name))
-    for slot, rows in odd_biases(slots, group.formats):
-        message = f"a bias of {list(slot.info.shape)} beside matrices of {rows} rows"
-        problems.add(Problem("expert-shape", message, slot.info.name, INCOMPLETE))
-    return replace(group, experts=own, stacked=tuple(slot.stacked(group.formats[slot.stack.roles[-1]]) for slot in slots))
+    for member, message in straddling(members, group.formats, stated):
+        problems.add(Problem("scale-straddles", message, member.info.name))
+    for member, rows in odd_biases(members, group.formats):
+        message = f"a bias of {list(member.info.shape)} beside matrices of {rows} rows"
+        problems.add(Problem("expert-shape", message, member.info.name, INCOMPLETE))
+    return replace(group, experts=own, stacked=tuple(member.stacked(group.formats[member.stack.roles[-1]]) for member in members))
 
 
 def _whole(

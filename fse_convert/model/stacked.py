@@ -64,7 +64,7 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class StackTensor:
     """A tensor in its place: which stack it is of, as which part, and how many dimensions stand before ``[N, K]``."""
 
     info: TensorInfo
@@ -114,15 +114,15 @@ class Slot:
         )
 
 
-def place(stacks: Iterable[Stack], tail: str, info: TensorInfo, leading: int) -> Slot | None:
+def find_stack(stacks: Iterable[Stack], tail: str, info: TensorInfo, leading: int) -> StackTensor | None:
     """Find the stack that a tensor is of, by its name below the block; None where the name or the dimensions are no stack's."""
     for stack in stacks:
         suffix = tail.removeprefix(stack.name)
         if tail.startswith(stack.name) and suffix in PARTS:
-            slot = Slot(info, stack, suffix, leading)
-            least, most = _dimensions(slot.part, suffix)
+            member = StackTensor(info, stack, suffix, leading)
+            least, most = _dimensions(member.part, suffix)
             fits = leading + least <= len(info.shape) <= leading + most and 0 not in info.shape
-            return slot if fits and (slot.part != BIAS or info.dtype in PLAIN_WEIGHTS) else None
+            return member if fits and (member.part != BIAS or info.dtype in PLAIN_WEIGHTS) else None
     return None
 
 
@@ -135,50 +135,52 @@ def _dimensions(part: str, suffix: str) -> tuple[int, int]:
     return 0, 1 if part in SCALARS else 2
 
 
-def single(name: str, slots: Iterable[Slot]) -> Expert:
+def single(name: str, members: Iterable[StackTensor]) -> Expert:
     """Return one expert with its share of every tensor but biases, which no format knows."""
     parts: dict[Role, dict[str, TensorInfo]] = {}
     whole: dict[Role, tuple[str, int]] = {}
-    for slot in slots:
-        for role in slot.stack.roles if slot.part != BIAS else ():
-            parts.setdefault(role, {})[slot.part] = slot.slice()
-            whole[role] = slot.module, len(slot.stack.roles)
+    for member in members:
+        for role in member.stack.roles if member.part != BIAS else ():
+            parts.setdefault(role, {})[member.part] = member.slice()
+            whole[role] = member.module, len(member.stack.roles)
     return Expert(name, {role: Projection(whole[role][0], parts[role], whole[role][1]) for role in Role if role in parts})
 
 
-def repeated(slots: Iterable[Slot], own: Collection[Role] = ()) -> Iterator[Slot]:
+def repeated(members: Iterable[StackTensor], own: Collection[Role] = ()) -> Iterator[StackTensor]:
     """Yield tensors that hold what another one holds too. ``own``: projections that are stored by themselves."""
     seen: set[tuple[Role, str]] = set()
-    for slot in slots:
-        held = {(role, slot.part) for role in slot.stack.roles}
-        if seen & held or any(role in own for role in slot.stack.roles):
-            yield slot
+    for member in members:
+        held = {(role, member.part) for role in member.stack.roles}
+        if seen & held or any(role in own for role in member.stack.roles):
+            yield member
         seen |= held
 
 
-def straddling(slots: Iterable[Slot], formats: Mapping[Role, Format], stated: tuple[int, int] | None) -> Iterator[tuple[Slot, str]]:
+def straddling(
+    members: Iterable[StackTensor], formats: Mapping[Role, Format], stated: tuple[int, int] | None
+) -> Iterator[tuple[StackTensor, str]]:
     """Yield scales of which one block holds rows of gate and of up, or may hold them, and why: padding would cut it.
 
     ``stated``: the block that the config states. One told from shapes may be another where the last block is a partial one.
     """
-    for slot in slots:
-        f = formats[slot.stack.roles[-1]]
-        if slot.part == f.scale and f.block and len(slot.stack.roles) > 1 and f.block[0] > 1:
-            if slot.stack.interleaved or f.shape[0] % f.block[0]:
-                yield slot, "a block of scales holds rows of gate and of up: padding would cut it"
+    for member in members:
+        f = formats[member.stack.roles[-1]]
+        if member.part == f.scale and f.block and len(member.stack.roles) > 1 and f.block[0] > 1:
+            if member.stack.interleaved or f.shape[0] % f.block[0]:
+                yield member, "a block of scales holds rows of gate and of up: padding would cut it"
             elif f.block != stated:
-                yield slot, "gate and up are one matrix, and no weight_block_size says which of its rows share a scale"
+                yield member, "gate and up are one matrix, and no weight_block_size says which of its rows share a scale"
 
 
-def odd_biases(slots: Iterable[Slot], formats: Mapping[Role, Format]) -> Iterator[tuple[Slot, int]]:
+def odd_biases(members: Iterable[StackTensor], formats: Mapping[Role, Format]) -> Iterator[tuple[StackTensor, int]]:
     """Yield biases that have not an element for every row of their matrices, and how many rows those have."""
-    for slot in slots:
-        rows = sum(formats[role].shape[0] for role in slot.stack.roles)
-        if slot.part == BIAS and slot.info.shape[slot.leading :] != (rows,):
-            yield slot, rows
+    for member in members:
+        rows = sum(formats[role].shape[0] for role in member.stack.roles)
+        if member.part == BIAS and member.info.shape[member.leading :] != (rows,):
+            yield member, rows
 
 
-def unbiased(slots: Collection[Slot], biased: Collection[Stack]) -> Iterator[Slot]:
+def unbiased(members: Collection[StackTensor], biased: Collection[Stack]) -> Iterator[StackTensor]:
     """Yield weights without a bias, of stacks that have one in other layers."""
-    own = {slot.stack for slot in slots if slot.part == BIAS}
-    return (slot for slot in slots if slot.part in WEIGHTS and slot.stack in biased and slot.stack not in own)
+    own = {member.stack for member in members if member.part == BIAS}
+    return (member for member in members if member.part in WEIGHTS and member.stack in biased and member.stack not in own)

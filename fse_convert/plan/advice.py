@@ -20,7 +20,7 @@ TOPICS = {Question.NATIVE: "NVIDIA MegaMoE", Question.AITER: "AMD AITER", Questi
 NO_PATH = frozenset({"model-unsupported", "aiter-family-unsupported"})
 """Reasons that say nothing about a checkpoint beyond its model type."""
 NOTHING_TO_FUSE = "No layer has a shared expert: there is nothing to fuse."
-Plans = Callable[[Options], Decision | None]
+Decider = Callable[[Options], Decision | None]
 """What a conversion with some options would decide; None where it would refuse."""
 
 
@@ -62,8 +62,8 @@ MISREAD_ELSEWHERE = "sglang-block-32"
 """The note of a fusion that is right in one way of starting the server alone."""
 
 
-def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int = 1, place: str = "CHECKPOINT") -> Advice:
-    """Say what to do; a command is named only if it would run. ``plans``: as `planner` makes it. ``place``: its path."""
+def advise(checkpoint: Subject, answers: Sequence[Answer], decide: Decider, tp: int = 1, place: str = "CHECKPOINT") -> Advice:
+    """Say what to do; a command is named only if it would run. ``decide``: as `decider` makes it. ``place``: its path."""
     asked = {q: [a for a in answers if a.question is q and a.engine != CONTRACT] for q in Question}
     if not checkpoint.description.layers:
         return Advice()
@@ -75,7 +75,7 @@ def advise(checkpoint: Subject, answers: Sequence[Answer], plans: Plans, tp: int
     rows = [t for t in TARGETS if t.name in native]
     fused = [t for t in rows if native[t.name].fused]
     running = [t for t in rows if native[t.name].model.outcome in (Outcome.FUSED, Outcome.UNFUSED)]
-    gain = _gain(native, rows, plans, tp)
+    gain = _gain(native, rows, decide, tp)
     if gain:
         sentences.append(_padding_sentence(gain, rows, only=bool(fused)))
     return Advice(
@@ -141,12 +141,12 @@ def _none(rows: Sequence[Answer]) -> str:
     return f"{none}; {answer.engine} {answer.release}{_in_brackets([_way(answer, rows)])}: {reason.message.rstrip('.')}."
 
 
-def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp: int) -> Gain | None:
+def _gain(native: Mapping[str, Answer], rows: Sequence[Target], decide: Decider, tp: int) -> Gain | None:
     """Find the targets for which padding changes something, and the one conversion that serves them all."""
     fuses, runs, widths = [], [], {}
     for target in rows:
         before = native[target.name].model
-        decided = None if before.fused else plans(Options(target, tp=tp, allow_unfused=True))
+        decided = None if before.fused else decide(Options(target, tp=tp, allow_unfused=True))
         if decided is None or decided.at_kernel == decided.at_source:
             continue
         after = decided.server
@@ -157,11 +157,11 @@ def _gain(native: Mapping[str, Answer], rows: Sequence[Target], plans: Plans, tp
         else:
             continue
         widths[target.name] = decided.width
-    return _conversion(tuple(fuses), tuple(runs), widths, plans, tp) if widths else None
+    return _conversion(tuple(fuses), tuple(runs), widths, decide, tp) if widths else None
 
 
 def _conversion(
-    fuses: tuple[Target, ...], runs: tuple[Target, ...], widths: Mapping[str, int], plans: Plans, tp: int
+    fuses: tuple[Target, ...], runs: tuple[Target, ...], widths: Mapping[str, int], decide: Decider, tp: int
 ) -> Gain | None:
     """Choose the contract, else the server, whose conversion is wide enough for all; first those that leave no layer unfused."""
     named = fuses + runs
@@ -170,7 +170,7 @@ def _conversion(
     for target in (contract or widest, widest):
         for unfused in (False, True):
             options = Options(target, tp=tp, allow_unfused=unfused)
-            decided = plans(options)
+            decided = decide(options)
             if decided and decided.width >= widths[widest.name]:
                 return Gain(target, fuses, runs, options)
     return None

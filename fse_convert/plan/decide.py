@@ -40,18 +40,18 @@ def decide(source: Source, options: Options) -> Decision:
     return decision
 
 
-def planner(source: Source) -> Callable[[Options], Decision | None]:
+def decider(source: Source) -> Callable[[Options], Decision | None]:
     """Make a function that returns what a conversion with some options would decide, None where it would refuse."""
     candidates = Candidates(source)
 
-    def plans(options: Options) -> Decision | None:
+    def decided(options: Options) -> Decision | None:
         try:
             decision = choose(candidates, options, _decide_after)
         except NotConvertible:
             return None
         return decision if isinstance(decision, Decision) and _suits(decision, options) else None
 
-    return plans
+    return decided
 
 
 def _chosen(candidates: Candidates, options: Options) -> Decision:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fse_convert.errors import size
-from fse_convert.plan.advice import NO_PATH, REQUANTISED, Plans, releases
+from fse_convert.plan.advice import NO_PATH, REQUANTISED, Decider, releases
 from fse_convert.plan.changes.search import Unfused, left_unfused
 from fse_convert.plan.commands import conversion_command
-from fse_convert.plan.decide import planner
+from fse_convert.plan.decide import decider
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source
 from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, answer
@@ -104,15 +104,15 @@ def make_offers(answers: Sequence[Answer], source: Source, tp: int = 1) -> Offer
     """
     unfused = {a.name: a for a in answers if not a.fused and a.engine != CONTRACT and _has_path(a)}
     heal = Options(None, heal=True)
-    mends = _mends(planner(source)(heal))
+    mends = _mends(decider(source)(heal))
     offers: list[Offer] = []
     helped: dict[str, bool] = {}
     for asked in (Options(None, tp=tp), Options(None, tp=tp, lossy=True, shared_mxfp4=True)):
-        plans = planner(source)
+        decide = decider(source)
         if not asked.lossy:
-            offers += _own_values(answers, plans, source, tp)
+            offers += _own_values(answers, decide, source, tp)
         names = [name for name in unfused if helped.get(name, True)]
-        made, found = _tried(names, answers, plans, source, asked)
+        made, found = _tried(names, answers, decide, source, asked)
         offers += made
         helped |= found
     helpless = [name for name in unfused if name not in helped]
@@ -129,13 +129,13 @@ def make_offers(answers: Sequence[Answer], source: Source, tp: int = 1) -> Offer
 
 
 def _tried(
-    names: Iterable[str], answers: Sequence[Answer], plans: Plans, source: Source, asked: Options
+    names: Iterable[str], answers: Sequence[Answer], decide: Decider, source: Source, asked: Options
 ) -> tuple[list[Offer], dict[str, bool]]:
     """Try targets with the permissions of ``asked``; return the offers, and of targets that are helped whether a change does it."""
     found: dict[tuple[tuple[str, ...], int], tuple[Decision, list[AnyTarget]]] = {}
     helped: dict[str, bool] = {}
     for target in (BY_NAME[name] for name in names):
-        decision = plans(replace(asked, target=target))
+        decision = decide(replace(asked, target=target))
         if decision and left_unfused(decision).usable and not _falls_back(decision, target):
             helped[target.name] = bool(decision.changes)
             if decision.changes:
@@ -154,10 +154,10 @@ def _falls_back(decision: Decision, target: AnyTarget) -> bool:
     return any(note.code == FALLS_BACK for note in answer(decision.after.subject, target).notes)
 
 
-def _own_values(answers: Sequence[Answer], plans: Plans, source: Source, tp: int) -> Iterator[Offer]:
+def _own_values(answers: Sequence[Answer], decide: Decider, source: Source, tp: int) -> Iterator[Offer]:
     """Yield the lossless change after which servers that requantise shared experts while loading have no need to."""
     rounding = [BY_NAME[a.name] for a in answers if a.fused and REQUANTISED.intersection(n.code for n in a.notes)]
-    decided = {t.name: plans(Options(t, tp=tp, routed_fp8=True)) for t in rounding}
+    decided = {t.name: decide(Options(t, tp=tp, routed_fp8=True)) for t in rounding}
     if targets := tuple(t for t in rounding if (d := decided[t.name]) and left_unfused(d) is Unfused.NOTHING):
         newest = _newest(targets)
         if decision := decided[newest.name]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fse_convert.errors import InvalidCheckpoint, size
-from fse_convert.plan.advice import Plans
+from fse_convert.plan.advice import Decider
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.costs import padding
 from fse_convert.plan.plan import Options, grows_apart
@@ -62,7 +62,7 @@ class Ranks:
             )
 
 
-def ranks(checkpoint: Subject, plans: Plans, tp: int, place: str) -> Ranks | None:
+def ranks(checkpoint: Subject, decide: Decider, tp: int, place: str) -> Ranks | None:
     """Work it out for ``tp`` ranks; None for one rank, and for experts without one width. ``place``: the checkpoint's path."""
     description = checkpoint.description
     if tp == 1 or description.problems:
@@ -73,7 +73,7 @@ def ranks(checkpoint: Subject, plans: Plans, tp: int, place: str) -> Ranks | Non
         return None
     options = Options(None, tp=tp)
     needed = needed_widths(checkpoint, options, width)
-    pads = needed != width and plans(options)
+    pads = needed != width and decide(options)
     return Ranks(
         tp=tp,
         slices=tuple(s for engine in ENGINES for s in slices(checkpoint, engine, tp)),

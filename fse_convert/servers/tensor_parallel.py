@@ -43,7 +43,7 @@ class Load(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SliceRule:
     """What a server makes of slices that do not hold whole blocks.
 
     ``kinds``: the formats that it is about. ``shared``: of shared experts, else of routed ones. ``methods``, ``model_types``: only
@@ -64,37 +64,39 @@ class Rule:
 
 LING_3 = frozenset({"bailing_hybrid", "bailing_moe_v3_vl"})
 GPT_OSS = frozenset({"gpt_oss"})
-RULES: tuple[Rule, ...] = (
-    Rule(
+SLICE_RULES: tuple[SliceRule, ...] = (
+    SliceRule(
         "vLLM", FP8, shared=False, partial=Load.REFUSED, methods=FP8_METHODS, finest=32,
         source="0.33 model_executor/layers/fused_moe/oracle/fp8.py:292-321",
     ),
-    Rule(
+    SliceRule(
         "vLLM", FP8, shared=True, partial=Load.PADDED, methods=FP8_METHODS,
         model_types=LING_3 | {"deepseek_v4", "deepseek_v41", "dots3_note", "dots3_note_text"},
         source="0.33 models/deepseek_v4/nvidia/model.py:1171, models/dots3_note/nvidia/model.py:64, bailing_moe_v3.py:299-320",
     ),
-    Rule(
+    SliceRule(
         "vLLM", MXFP4, shared=False, partial=Load.PADDED, methods=("mxfp4", "gpt_oss_mxfp4", "quark"), model_types=GPT_OSS,
         source="0.33 model_executor/models/gpt_oss.py:577-586, 792-805 (ranks are cut at whole blocks of 32)",
     ),
-    Rule(
+    SliceRule(
         "vLLM", FP4, shared=False, partial=Load.WRONG,
         source="0.33 model_executor/layers/fused_moe/oracle/mxfp4.py:837-917 (nothing checks; offsets of scales are rounded down)",
     ),
-    Rule(
+    SliceRule(
         "SGLang", FP8, shared=True, partial=Load.PADDED, methods=FP8_METHODS, model_types=LING_3,
         source="0.5.23 models/bailing_moe_v3.py:646-700",
     ),
-    Rule(
+    SliceRule(
         "SGLang", MXFP4, shared=False, partial=Load.PADDED, methods=("mxfp4",), model_types=GPT_OSS,
         source="0.5.23 models/gpt_oss.py:964-1007 (ranks are cut at whole blocks of 32)",
     ),
-    Rule(
+    SliceRule(
         "SGLang", MXFP4, shared=False, partial=Load.REFUSED, methods=FP8_METHODS, config_block=True,
         source="0.5.23 layers/quantization/fp8.py:1588-1601 (checked before the experts' own format is looked at)",
     ),
-    Rule("SGLang", FP4, shared=False, partial=Load.WRONG, source="0.5.23 layers/quantization/mxfp4.py:455-550 (nothing checks)"),
+    SliceRule(
+        "SGLang", FP4, shared=False, partial=Load.WRONG, source="0.5.23 layers/quantization/mxfp4.py:455-550 (nothing checks)"
+    ),
 )  # fmt: skip
 """Rules that differ from the usual one, the first that fits decides."""
 USUAL = {
@@ -181,12 +183,12 @@ def _slices(checkpoint: Subject, engine: str, group: ExpertGroup, tp: int, *, sh
     )
 
 
-def _rule(checkpoint: Subject, engine: str, group: ExpertGroup, *, shared: bool) -> Rule | None:
+def _rule(checkpoint: Subject, engine: str, group: ExpertGroup, *, shared: bool) -> SliceRule | None:
     kind, model_type, method = group.gate.kind, checkpoint.description.model_type, checkpoint.quantization.method
     return next(
         (
             rule
-            for rule in RULES
+            for rule in SLICE_RULES
             if (rule.engine, rule.shared) == (engine, shared)
             and kind in rule.kinds
             and (not rule.model_types or model_type in rule.model_types)
@@ -196,13 +198,13 @@ def _rule(checkpoint: Subject, engine: str, group: ExpertGroup, *, shared: bool)
     )
 
 
-def _multiple(group: ExpertGroup, rule: Rule | None, quantization: Quantization) -> int:
+def _multiple(group: ExpertGroup, rule: SliceRule | None, quantization: Quantization) -> int:
     """Return the elements of width that must stay together: scale blocks as they are stored, and as the config has them."""
     config = quantization.block if rule and rule.config_block else None
     return lcm(*(f.width_block(role) for role, f in group.formats.items()), *(config or ()))
 
 
-def _load(group: ExpertGroup, rule: Rule | None, multiple: int, tp: int) -> Load:
+def _load(group: ExpertGroup, rule: SliceRule | None, multiple: int, tp: int) -> Load:
     if group.width % tp:
         return rule.partial if rule and rule.shared and rule.partial is Load.PADDED else Load.REFUSED
     rank = group.width // tp

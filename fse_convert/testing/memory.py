@@ -11,8 +11,8 @@ from fse_convert.checkpoint.header import BITS, Header, TensorInfo
 from fse_convert.checkpoint.left_out import Kind
 from fse_convert.checkpoint.reader import Checkpoint, Shard
 from fse_convert.model.description import Description
-from fse_convert.plan.advice import Plans
-from fse_convert.plan.decide import planner
+from fse_convert.plan.advice import Decider
+from fse_convert.plan.decide import decider
 from fse_convert.plan.source import describe_source
 from fse_convert.servers.subject import Subject
 from fse_convert.testing.parts import FORMATS
@@ -158,9 +158,9 @@ def checkpoint(config: Mapping[str, Any], tensors: Tensors, quant_config: Mappin
     return Checkpoint(NoFolder(), config, quant_config, (shard,), {t.name: t for t in infos}, None, (), ())
 
 
-def plans_of(about: Subject, tensors: Tensors) -> Plans:
+def plans_of(about: Subject, tensors: Tensors) -> Decider:
     """Return what conversions of a model in memory would decide."""
-    return planner(replace(describe_source(checkpoint(about.config, tensors)), scales=about.scales))
+    return decider(replace(describe_source(checkpoint(about.config, tensors)), scales=about.scales))
 
 
 def description_of(config: Mapping[str, Any], tensors: Tensors) -> Description:

@@ -16,7 +16,7 @@ from fse_convert.errors import Problem, folded, size
 from fse_convert.inspection import Inspection
 from fse_convert.plan.advice import advise
 from fse_convert.plan.costs import Serving, costs
-from fse_convert.plan.decide import planner
+from fse_convert.plan.decide import decider
 from fse_convert.plan.source import describe_source
 from fse_convert.plan.width_rounding import contract_widths
 from fse_convert.report.console import span
@@ -44,7 +44,7 @@ def inspection(model: Model, serving: Serving | None = None, problems: tuple[Pro
         subject=about,
         answers=answers,
         costs=costs(about.description, serving or Serving(), widths),
-        advice=advise(about, answers, planner(describe_source(opened))),
+        advice=advise(about, answers, decider(describe_source(opened))),
         problems=problems,
         unsupported=(),
         conflicts=(),

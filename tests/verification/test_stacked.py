@@ -16,7 +16,7 @@ from torch import Tensor
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.conversion.run import Conversion, Request
 from fse_convert.model.formats import Format, Tile
-from fse_convert.model.stacked import Slot, Stacked
+from fse_convert.model.stacked import Stacked, StackTensor
 from fse_convert.output.copying import Link
 from fse_convert.plan.plan import Options
 from fse_convert.plan.source import open_source
@@ -113,14 +113,14 @@ def test_a_wrong_layout_in_the_planner_is_found(
     name: str, mistake: dict[str, Any], tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proof knows orientation, interleaving and blocks by itself."""
-    right = Slot.stacked
+    right = StackTensor.stacked
 
-    def wrong(slot: Slot, f: Format) -> Stacked:
-        stacked = right(slot, f)
-        is_meant = slot.part == f.scale if "tile" in mistake else slot.part == f.weight
-        return replace(stacked, **mistake) if len(slot.stack.roles) == 2 and is_meant else stacked
+    def wrong(member: StackTensor, f: Format) -> Stacked:
+        stacked = right(member, f)
+        is_meant = member.part == f.scale if "tile" in mistake else member.part == f.weight
+        return replace(stacked, **mistake) if len(member.stack.roles) == 2 and is_meant else stacked
 
-    monkeypatch.setattr(Slot, "stacked", wrong)
+    monkeypatch.setattr(StackTensor, "stacked", wrong)
     next(c for c in CASES if c.name == name).save(tmp_path / "source")
     code, _, err = run(tmp_path / "source", tmp_path / "out", "--tp", "2", "--workers", "1")
     assert (code, "error[storage-mismatch]" in err) == (1, True)

@@ -12,9 +12,9 @@ from typing import Any
 from fse_convert.model.families.family import SECTIONS, Family, place
 from fse_convert.model.families.routed_only import ROUTED_ONLY
 from fse_convert.model.families.stacked_only import STACKED_ONLY
-from fse_convert.model.families.with_shared import SHARED
+from fse_convert.model.families.with_shared import WITH_SHARED
 
-FAMILIES: tuple[Family, ...] = (*SHARED, *ROUTED_ONLY, *STACKED_ONLY)
+FAMILIES: tuple[Family, ...] = (*WITH_SHARED, *ROUTED_ONLY, *STACKED_ONLY)
 MTP_LAYERS = "|".join(dict.fromkeys(family.mtp for family in FAMILIES if family.mtp))
 """What stands before the number of an MTP layer in some family, as a regular expression."""
 

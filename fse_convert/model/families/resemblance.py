@@ -12,7 +12,7 @@ from fse_convert.model.families.width_keys import Share
 from fse_convert.model.formats import WEIGHTS
 from fse_convert.model.grouping import Seen, group_layers
 from fse_convert.model.moe import MoELayer, Role
-from fse_convert.model.stacked import place
+from fse_convert.model.stacked import find_stack
 
 
 def resembling(config: Mapping[str, Any], names: Iterable[Seen]) -> Family | None:
@@ -45,13 +45,13 @@ def _whole(family: Family, layer: MoELayer, widths: set[int | None]) -> bool:
 
     Stacked experts have them in the family's layout where a projection then has one of the ``widths`` that the config states.
     """
-    slots = [slot for t in layer.stacked if (slot := place(family.stacked, t.name.removeprefix(f"{layer.name}."), t, 1))]
+    members = [member for t in layer.stacked if (member := find_stack(family.stacked, t.name.removeprefix(f"{layer.name}."), t, 1))]
     roles = {frozenset(expert.projections) for expert in layer.routed}
-    if slots:
-        roles.add(frozenset(role for slot in slots for role in slot.stack.roles))
+    if members:
+        roles.add(frozenset(role for member in members for role in member.stack.roles))
     shared, gate = layer.shared is not None, layer.gate_tensor is not None
-    up = (slot for slot in slots if slot.part in WEIGHTS and Role.UP in slot.stack.roles)
-    wide = all(slot.slice().shape[0] in {w * len(slot.stack.roles) for w in widths if w} for slot in up)
-    understood = not layer.unknown and len(slots) == len(layer.stacked) and not (slots and layer.routed) and wide
+    up = (member for member in members if member.part in WEIGHTS and Role.UP in member.stack.roles)
+    wide = all(member.slice().shape[0] in {w * len(member.stack.roles) for w in widths if w} for member in up)
+    understood = not layer.unknown and len(members) == len(layer.stacked) and not (members and layer.routed) and wide
     expected = ({frozenset(family.routed_names.values())}, bool(family.shared), family.gated)
     return understood and (roles, shared, gate) == expected

@@ -78,7 +78,7 @@ ERNIE = Family(
     sparse=Sparse(first="moe_layer_start_index", last="moe_layer_end_index", step="moe_layer_interval", ahead=1),
 )
 
-SHARED: tuple[Family, ...] = (
+WITH_SHARED: tuple[Family, ...] = (
     DEEPSEEK_V4,
     replace(
         DEEPSEEK_V4,
