@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fse_convert.exit_codes import ExitCode, of_error
+from fse_convert.exit_codes import ERRORS, ExitCode
 
 FEWER = "fewer --workers, or raise the limit: that of the shell (ulimit), of the container or of the job"
 INSTALL_TORCH = "pip install torch (a CPU build is enough); inspect, targets, explain, card, doctor and --dry-run work without it"
@@ -46,7 +46,7 @@ class FseConvertError(Exception):
     @property
     def exit_code(self) -> ExitCode:
         """What the command line exits with."""
-        return of_error(type(self).__name__)
+        return ERRORS.get(type(self).__name__, ExitCode.INVALID)
 
     def __reduce__(self) -> tuple[type[FseConvertError], tuple[Problem, ...]]:
         """Let it travel between processes whole."""

@@ -44,26 +44,14 @@ ERRORS: Mapping[str, ExitCode] = {
 """By the classes of `fse_convert.errors`; of all others `ExitCode.INVALID`."""
 
 
-def of_error(name: str) -> ExitCode:
-    """Return what an error of a class ends a command with."""
-    return ERRORS.get(name, ExitCode.INVALID)
-
-
 def of_inspection(*, broken: bool, required_fuse: bool) -> ExitCode:
     """Return what ``inspect`` ends with: 3 for a broken checkpoint, 1 unless every required target fuses every layer of it."""
-    if broken:
-        return ExitCode.INVALID
-    return ExitCode.OK if required_fuse else ExitCode.NO
+    return ExitCode.INVALID if broken else ExitCode.OK if required_fuse else ExitCode.NO
 
 
 def of_proof(*, failed: bool, nothing_to_run_on: str, unavailable: str) -> ExitCode:
-    """Return what ``verify`` ends with: 1 when something is wrong or had nothing to run on, 4 when this machine cannot run it.
-
-    ``nothing_to_run_on``, ``unavailable``: why; empty where it is not so.
-    """
-    if failed or nothing_to_run_on:
-        return ExitCode.NO
-    return ExitCode.ENVIRONMENT if unavailable else ExitCode.OK
+    """Return what ``verify`` ends with: 1 when something is wrong or had nothing to run on, 4 when this machine cannot run it."""
+    return ExitCode.NO if failed or nothing_to_run_on else ExitCode.ENVIRONMENT if unavailable else ExitCode.OK
 
 
 def of_dry_run(*, fits: bool) -> ExitCode:

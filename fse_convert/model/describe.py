@@ -26,17 +26,13 @@ KERNEL_TENSOR = re.compile(r"\.shared_l[12]_weight(?:_scale)?$")
 CONVERT_ORIGINAL = "convert the original checkpoint"
 
 
+@garbage_collection_paused()
 def describe(checkpoint: Checkpoint, quantization: Quantization, named: str = "") -> Description:
     """Describe the MoE layers of a checkpoint; never raises for what it does not understand, but records it.
 
     ``quantization``: what `read_quantization` made of the checkpoint's configs. ``named``: the family of a model type that no row
     has, as a user names it.
     """
-    with garbage_collection_paused():
-        return _describe(checkpoint, quantization, named)
-
-
-def _describe(checkpoint: Checkpoint, quantization: Quantization, named: str) -> Description:
     config = checkpoint.config
     family = find_family(config, named)
     model_type = str(config.get("model_type", ""))

@@ -21,7 +21,7 @@ from fse_convert.model.describe import describe
 from fse_convert.model.description import Description
 from fse_convert.model.families.find import FAMILIES
 from fse_convert.model.quantization import Quantization, read_quantization
-from fse_convert.servers.f32_scales import UNREAD, Scales, routed_f32_scales, shared_f32_scales
+from fse_convert.servers.f32_scales import UNREAD, Scales, f32_block_scales
 from fse_convert.servers.subject import Subject
 
 FAMILY_NAMES = tuple(dict.fromkeys(family.name for family in FAMILIES))
@@ -113,9 +113,9 @@ def read_scales(source: Source, *, routed: bool) -> Scales:
     read: list[str] = []
     inexact: dict[str, str] = {}
     for layer in source.description.layers:
-        found = _first_inexact(shared_f32_scales(layer), folder, starts, read)
+        found = _first_inexact(f32_block_scales(layer.shared), folder, starts, read)
         if routed and not found:
-            found = _first_inexact(routed_f32_scales(layer), folder, starts, read)
+            found = _first_inexact(f32_block_scales(layer.routed), folder, starts, read)
         inexact |= found
     return Scales(frozenset(read), inexact)
 

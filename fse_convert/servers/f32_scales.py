@@ -26,25 +26,15 @@ class Scales:
 
     def inexact_of(self, layer: LayerDescription) -> tuple[str, ...]:
         """Return the names of a layer's scale tensors that hold a value E8M0 cannot."""
-        return tuple(t.name for t in f32_scales(layer) if t.name in self.inexact) if self.inexact else ()
+        return tuple(t.name for t in f32_block_scales(layer.shared, layer.routed) if t.name in self.inexact) if self.inexact else ()
 
 
 UNREAD = Scales()
 
 
-def f32_scales(layer: LayerDescription) -> tuple[TensorInfo, ...]:
-    """List every F32 block scale of a layer's experts, the shared one's first."""
-    return (*shared_f32_scales(layer), *routed_f32_scales(layer))
-
-
-def shared_f32_scales(layer: LayerDescription) -> tuple[TensorInfo, ...]:
-    """List the F32 block scales of a layer's shared expert."""
-    return tuple(_f32(layer.shared)) if layer.shared else ()
-
-
-def routed_f32_scales(layer: LayerDescription) -> tuple[TensorInfo, ...]:
-    """List the F32 block scales of a layer's routed experts."""
-    return tuple(_f32(layer.routed)) if layer.routed else ()
+def f32_block_scales(*groups: ExpertGroup | None) -> tuple[TensorInfo, ...]:
+    """List every F32 block scale of groups of experts."""
+    return tuple(info for group in groups if group for info in _f32(group))
 
 
 def _f32(group: ExpertGroup) -> Iterable[TensorInfo]:
@@ -62,7 +52,7 @@ def with_scales(layer: LayerDescription, verdict: Verdict, scales: Scales, round
     ``rounded_by``: the server that rounds such scales to powers of two while loading; empty where nothing takes them. A reason
     names no tensor, so that it is the same in every layer.
     """
-    found = f32_scales(layer) if verdict.fused else ()
+    found = f32_block_scales(layer.shared, layer.routed) if verdict.fused else ()
     if not found:
         return verdict
     if scales.inexact_of(layer):

@@ -24,7 +24,7 @@ from fse_convert.errors import EnvironmentFailure
 from fse_convert.output.copying import Link
 from fse_convert.output.parts import Part
 from fse_convert.plan.plan import Options
-from fse_convert.servers.f32_scales import Scales, shared_f32_scales
+from fse_convert.servers.f32_scales import Scales, f32_block_scales
 from fse_convert.servers.judge import judge
 from fse_convert.servers.targets import find_target
 from fse_convert.testing.memory import Model
@@ -181,7 +181,7 @@ def test_a_config_that_contradicts_the_experts(
 
 def test_scales_that_a_server_would_round() -> None:
     about = Model(shared="fp8-128-f32", config={"quantization_config": {"quant_method": "fp8"}}).subject()
-    names = [t.name for d in about.description.layers for t in shared_f32_scales(d)]
+    names = [t.name for d in about.description.layers for t in f32_block_scales(d.shared)]
     about = replace(about, scales=Scales(read=frozenset(names), inexact={names[0]: "scale 0 is 1.5"}))
     (answer,) = (a for a in judge(about) if a.name == "sglang-0.5.23")
     assert "scale-f32-rounded" in {r.code for r in (*answer.model.reasons, *answer.notes)}
