@@ -115,7 +115,7 @@ def inspect(
         about,
         asked,
         costs(description, serving, widths) if description.widths else None,
-        advise(about, answers, decide, serving.tp, place=folder.label),
+        advise(about, answers, decide, serving.tp, address=folder.label),
         broken,
         unsupported,
         conflicts,

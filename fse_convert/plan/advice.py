@@ -62,8 +62,8 @@ MISREAD_ELSEWHERE = "sglang-block-32"
 """The note of a fusion that is right in one way of starting the server alone."""
 
 
-def advise(checkpoint: Subject, answers: Sequence[Answer], decide: Decider, tp: int = 1, place: str = "CHECKPOINT") -> Advice:
-    """Say what to do; a command is named only if it would run. ``decide``: as `decider` makes it. ``place``: its path."""
+def advise(checkpoint: Subject, answers: Sequence[Answer], decide: Decider, tp: int = 1, address: str = "CHECKPOINT") -> Advice:
+    """Say what to do; a command is named only if it would run. ``decide``: as `decider` makes it. ``address``: its path."""
     asked = {q: [a for a in answers if a.question is q and a.engine != CONTRACT] for q in Question}
     if not checkpoint.description.layers:
         return Advice()
@@ -80,7 +80,7 @@ def advise(checkpoint: Subject, answers: Sequence[Answer], decide: Decider, tp: 
         sentences.append(_padding_sentence(gain, rows, only=bool(fused)))
     return Advice(
         sentences=tuple(sentences),
-        command=conversion_command(checkpoint, place, gain.options) if gain else "",
+        command=conversion_command(checkpoint, address, gain.options) if gain else "",
         gain=gain,
         fuses=tuple(t for t in rows if t in fused or (gain and t in gain.fuses)),
         runs=tuple(t for t in rows if t in running or (gain and t in gain.fuses + gain.runs)),

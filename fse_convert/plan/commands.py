@@ -11,26 +11,26 @@ from fse_convert.plan.plan import Experts, Options
 from fse_convert.servers.subject import Subject
 
 
-def conversion_command(checkpoint: Subject, place: str, options: Options) -> str:
+def conversion_command(checkpoint: Subject, address: str, options: Options) -> str:
     """Return the command that converts a checkpoint so, into a new folder of the working directory, named like it and the options.
 
-    ``place``: its path or address.
+    ``address``: its path, or that on the Hub.
     """
     arguments = list(_arguments(options))
-    out = _folder(place, arguments)
+    out = _folder(address, arguments)
     family = _family(checkpoint.config, checkpoint.description.family_name)
-    return shlex.join(["fse-convert", place, out, *arguments, *family])
+    return shlex.join(["fse-convert", address, out, *arguments, *family])
 
 
-def inspection_command(place: str, config: Mapping[str, Any], family: str) -> str:
+def inspection_command(address: str, config: Mapping[str, Any], family: str) -> str:
     """Return the command that inspects a checkpoint of a family, or an output of it. ``config``: its config.json."""
-    return shlex.join(["fse-convert", "inspect", place, *_family(config, family)])
+    return shlex.join(["fse-convert", "inspect", address, *_family(config, family)])
 
 
-def _folder(place: str, arguments: Sequence[str]) -> str:
+def _folder(address: str, arguments: Sequence[str]) -> str:
     """Return a name of its own for what each list of arguments makes; ``--target`` is left out of it."""
-    name = place.rstrip("/").rpartition("/")[2].strip(".")
-    name = name.partition("@")[0] if place.startswith("hf://") else name
+    name = address.rstrip("/").rpartition("/")[2].strip(".")
+    name = name.partition("@")[0] if address.startswith("hf://") else name
     words = [word.removeprefix("--") for word in arguments if word != "--target"] or ["converted"]
     return "-".join(filter(None, (name, *words)))
 

@@ -62,8 +62,8 @@ class Ranks:
             )
 
 
-def ranks(checkpoint: Subject, decide: Decider, tp: int, place: str) -> Ranks | None:
-    """Work it out for ``tp`` ranks; None for one rank, and for experts without one width. ``place``: the checkpoint's path."""
+def ranks(checkpoint: Subject, decide: Decider, tp: int, address: str) -> Ranks | None:
+    """Work it out for ``tp`` ranks; None for one rank, and for experts without one width. ``address``: the checkpoint's path."""
     description = checkpoint.description
     if tp == 1 or description.problems:
         return None
@@ -81,5 +81,5 @@ def ranks(checkpoint: Subject, decide: Decider, tp: int, place: str) -> Ranks | 
         needed=needed.routed,
         shared=needed.shared if needed != width and grows_apart(width, needed) else 0,
         bytes=padding(description, needed).disk,
-        command=conversion_command(checkpoint, place, options) if pads else "",
+        command=conversion_command(checkpoint, address, options) if pads else "",
     )

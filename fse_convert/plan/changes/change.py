@@ -54,14 +54,14 @@ def changed_config(config: Mapping[str, Any], changes: Iterable[ConfigChange]) -
     result: dict[str, Any] = json.loads(json.dumps(config))
     for change in changes:
         *sections, key = change.path
-        place = result
+        scope = result
         for section in sections:
-            if change.value is REMOVED and not isinstance(place.get(section), dict):
+            if change.value is REMOVED and not isinstance(scope.get(section), dict):
                 break
-            place = place.setdefault(section, {})
+            scope = scope.setdefault(section, {})
         else:
             if change.value is REMOVED:
-                place.pop(key, None)
+                scope.pop(key, None)
             else:
-                place[key] = change.value
+                scope[key] = change.value
     return result
