@@ -1,4 +1,4 @@
-"""Which files are a checkpoint's: the tables of what is left out, and of what may be edited once an output is published.
+"""Which files are a checkpoint's: the tables of what is left out.
 
 A file is a shard, carried over, or left out. `find_clutter` and `beside` decide by name, for every command alike; which shards
 stay out though their names do not tell, `fse_convert.checkpoint.unlisted` decides by headers.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR, SUFFIX
+from fse_convert.checkpoint.names import CONFIG, INDEX, SUFFIX
 from fse_convert.errors import Problem, some
 
 
@@ -96,12 +96,6 @@ SLICE = re.compile(r"model\d+-mp(?!1\.)\d+\.safetensors|model-rank-\d+-part-\d+\
 COPY = re.compile(r".*\.(safetensors|json|jinja|model|txt|py|bin)\.\d+")
 """What wget calls a download of a file that is there already."""
 
-_EDITABLE = re.compile(
-    r"(?i:(.*/)?(\.gitattributes|\.gitignore|(readme|licen[cs]e|copying|notice|use_policy)[\w-]*(\.txt)?"
-    r"|[^/]*\.(md|rst|pdf|bib|cff|png|jpe?g|gif|svg|webp|ico|mp4|webm|ipynb)))"
-)
-"""What hubs add and people edit once an output is published; no server reads it."""
-
 
 def find_clutter(path: str) -> tuple[str, Kind] | None:
     """Return the part of a path that is never part of a checkpoint (a folder with a slash at its end), and its kind, or None."""
@@ -113,11 +107,6 @@ def find_clutter(path: str) -> tuple[str, Kind] | None:
                 return at + "/" * (at != path), kind
         at += "/"
     return None
-
-
-def is_editable(name: str) -> bool:
-    """Tell whether a file of an output may be added or edited after the conversion without harm: model card, licence, pictures."""
-    return not name.startswith(f"{SIDECAR}/") and _EDITABLE.fullmatch(name) is not None
 
 
 def beside(names: Collection[str], listed: Collection[str] | None, *, whole: bool) -> dict[str, Kind]:

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from fse_convert.checkpoint.editable_files import is_editable
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import Problem, UsageError, size, some
 from fse_convert.output.lock import is_held, staging_root

@@ -17,11 +17,11 @@ from pathlib import Path
 import xxhash
 from msgspec import UNSET
 
+from fse_convert.checkpoint.editable_files import is_editable
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.checkpoint.followed_links import is_own, leads_out
 from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo, parse_header
-from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.reader import Shard, read_checkpoint
 from fse_convert.errors import InvalidCheckpoint, Problem, VerificationFailure, environment, naming, some

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from fse_convert.checkpoint.editable_files import is_editable
 from fse_convert.checkpoint.encoding import sha256
-from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.errors import printable, some
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
+from fse_convert.checkpoint.editable_files import is_editable
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.checkpoint.left_out import is_editable
 from fse_convert.checkpoint.names import MANIFEST, SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard, read_checkpoint
 from fse_convert.errors import VerificationFailure

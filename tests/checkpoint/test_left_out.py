@@ -1,4 +1,4 @@
-"""What is left out by its name, and what may be edited in an output: one table each."""
+"""What is left out by its name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fse_convert.checkpoint.left_out import (
     Kind,
     beside,
     find_clutter,
-    is_editable,
     notes,
 )
 
@@ -204,35 +203,3 @@ def test_one_note_a_kind() -> None:
     assert first.message == "weights in other formats than safetensors, left out: 2 (a.bin, b.gguf)"
     assert "keep the width of the source" in first.hint
     assert second.message == "an adapter beside its base, left out: 1 (adapter_config.json)"
-
-
-@pytest.mark.parametrize(
-    ("name", "editable"),
-    [
-        (".gitattributes", True),
-        ("README.md", True),
-        ("README", True),
-        ("LICENSE", True),
-        ("LICENSE-CODE", True),
-        ("LICENSE.txt", True),
-        ("NOTICE", True),
-        ("docs/deploy.md", True),
-        ("figures/benchmark.png", True),
-        ("figures/loss.PDF", True),
-        ("config.json", False),
-        (INDEX, False),
-        ("model.safetensors", False),
-        ("fse/manifest.json", False),
-        ("fse/README.md", False),
-        ("tokenizer.json", False),
-        ("merges.txt", False),
-        ("chat_template.jinja", False),
-        ("generation_config.json", False),
-        ("license_head.safetensors", False),
-        ("readme.py", False),
-        ("modeling_x.py", False),
-        ("notes.txt", False),
-    ],
-)
-def test_what_may_be_edited_once_an_output_is_published(name: str, editable: bool) -> None:
-    assert is_editable(name) is editable
