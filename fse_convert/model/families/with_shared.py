@@ -56,6 +56,15 @@ QWEN3_NEXT = Family(
     sparse=STEPPED,
 )
 
+QWEN2 = replace(
+    QWEN3_NEXT,
+    name="Qwen2-MoE",
+    model_types=("qwen2_moe",),
+    source="vLLM 0.33 model_executor/models/qwen2_moe.py:144-175; SGLang 0.5.23 qwen2_moe.py:333; transformers 5.24:279, 337",
+    mtp=None,
+    mtp_key=None,
+)
+
 LING = Family(
     name="Ling",
     model_types=("bailing_moe", "bailing_moe_v2", "llada2_moe"),
@@ -277,42 +286,29 @@ WITH_SHARED: tuple[Family, ...] = (
         mtp_key=None,
         sparse=STEPPED,
     ),
+    QWEN2,
     replace(
-        QWEN3_NEXT,
-        name="Qwen2-MoE",
-        model_types=("qwen2_moe",),
-        source="vLLM 0.33 model_executor/models/qwen2_moe.py:144-175; SGLang 0.5.23 qwen2_moe.py:333; transformers 5.24:279, 337",
-        mtp=None,
-        mtp_key=None,
-    ),
-    replace(
-        QWEN3_NEXT,
+        QWEN2,
         name="Laguna",
         model_types=("laguna",),
         source="vLLM 0.33 model_executor/models/laguna.py:143-219; SGLang 0.5.23 laguna.py:159; transformers 5.24:186, 223",
-        mtp=None,
-        mtp_key=None,
         gated=False,
         sparse=None,
     ),
     replace(
-        QWEN3_NEXT,
+        QWEN2,
         name="Flint",
         model_types=("flint",),
         source="vLLM 0.33 models/flint/model.py:151-188, 493; transformers 5.24 flint:113, 150, 315",
-        mtp=None,
-        mtp_key=None,
         gated=False,
     ),
     replace(
-        QWEN3_NEXT,
+        QWEN2,
         name="Kolibri",
         model_types=("kolibri1",),
         source="transformers 5.24 kolibri1:235, 307; vLLM 0.33 runs it by transformers' modules",
-        mtp=None,
         shared="shared_experts",
         n_routed_keys=("num_local_experts", "num_experts"),
-        mtp_key=None,
         gated=False,
         sparse=EVERY_LAYER,
     ),
