@@ -223,10 +223,7 @@ def _tensor(name: str, entry: object, shard: str) -> TensorInfo:
         _refuse("header-entry", f"{shard}: {name}", "the entry has no dtype", NOT_SAFETENSORS)
     if not isinstance(dtype, str) or dtype not in BITS:
         _refuse(
-            "dtype-unknown",
-            f"{shard}: {name}",
-            f"unknown dtype {dtype!r}",
-            "a newer safetensors format? known: " + " ".join(BITS),
+            "dtype-unknown", f"{shard}: {name}", f"unknown dtype {dtype!r}", "a newer safetensors format? known: " + " ".join(BITS)
         )
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         _refuse("header-entry", f"{shard}: {name}", f"bad shape {shape!r} or data_offsets {offsets!r}", NOT_SAFETENSORS)
@@ -235,10 +232,7 @@ def _tensor(name: str, entry: object, shard: str) -> TensorInfo:
     if bits is None or bits % 8 or end - start != bits // 8:
         expected = "more than 64 bits can count" if bits is None else f"{bits} bits"
         _refuse(
-            "tensor-size",
-            f"{shard}: {name}",
-            f"{dtype} {shape} needs {expected}, data_offsets give {end - start} bytes",
-            RELOAD,
+            "tensor-size", f"{shard}: {name}", f"{dtype} {shape} needs {expected}, data_offsets give {end - start} bytes", RELOAD
         )
     return TensorInfo(name, shard, dtype, tuple(shape), start, end)
 
@@ -262,12 +256,7 @@ def _check_cover(tensors: list[TensorInfo], payload: int, shard: str) -> None:
     for t in tensors:
         if t.start != at:
             kind = "overlaps the one before" if t.start < at else "leaves a hole before it"
-            _refuse(
-                "tensor-offset",
-                f"{shard}: {t.name}",
-                f"starts at byte {t.start}, expected {at}: {kind}",
-                "rewrite the shard",
-            )
+            _refuse("tensor-offset", f"{shard}: {t.name}", f"starts at byte {t.start}, expected {at}: {kind}", "rewrite the shard")
         at = t.end
     if at > payload:
         _refuse("shard-truncated", shard, f"the header describes {at} bytes of payload, the file holds {payload}", RELOAD)

@@ -303,10 +303,7 @@ class _CheckpointReader:
                 first = tensors[twice[0]].shard
                 hint = "a server takes whichever it reads last: keep one copy of each (vllm-project/vllm#54230)"
                 self._problem(
-                    "tensor-duplicate",
-                    f"holds tensors that {first} or another shard also holds: {some(twice)}",
-                    shard.name,
-                    hint,
+                    "tensor-duplicate", f"holds tensors that {first} or another shard also holds: {some(twice)}", shard.name, hint
                 )
             tensors.update(own)
         return tensors

@@ -16,11 +16,7 @@ def complete_code(_ctx: click.Context, _param: click.Parameter, incomplete: str)
 
 
 @cli.command(
-    examples=(
-        "fse-convert explain",
-        "fse-convert explain width-ratio",
-        "fse-convert explain scale-block shared-format --json",
-    )
+    examples=("fse-convert explain", "fse-convert explain width-ratio", "fse-convert explain scale-block shared-format --json")
 )
 @click.argument("code", nargs=-1, shell_complete=complete_code)
 @json_option

@@ -8,13 +8,7 @@ from fse_convert.cli.app import cli
 from fse_convert.cli.options import json_option
 
 
-@cli.command(
-    examples=(
-        "fse-convert targets",
-        "fse-convert targets --color always | less -R",
-        "fse-convert targets --json",
-    )
-)
+@cli.command(examples=("fse-convert targets", "fse-convert targets --color always | less -R", "fse-convert targets --json"))
 @json_option
 def targets(*, as_json: bool) -> None:
     """List kernel contracts and server releases.

@@ -146,12 +146,7 @@ def _undisturbed() -> Iterator[None]:
 
 @contextmanager
 def stage(
-    out: Path,
-    fingerprint: Mapping[str, Any] | None = None,
-    *,
-    restart: bool = False,
-    part: str = "",
-    replace: bool = False,
+    out: Path, fingerprint: Mapping[str, Any] | None = None, *, restart: bool = False, part: str = "", replace: bool = False
 ) -> Iterator[Staging]:
     """Lock the staging folder of ``out`` and hand it over, with what earlier runs of the same ``fingerprint`` finished.
 

@@ -23,16 +23,7 @@ from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFI
 from fse_convert.errors import FseConvertError, NotServable, Problem, some
 from fse_convert.output.digests import file_sha256
 from fse_convert.servers.targets import Contract
-from fse_convert.sidecar.manifest import (
-    FETCH_AGAIN,
-    FORMAT,
-    FORMAT_VERSION,
-    FileDigest,
-    Manifest,
-    check_digest,
-    json_object,
-    typed,
-)
+from fse_convert.sidecar.manifest import FETCH_AGAIN, FORMAT, FORMAT_VERSION, FileDigest, Manifest, check_digest, json_object, typed
 from fse_convert.sidecar.reader import SidecarContents, read_sidecar
 from fse_convert.sidecar.tensors import LAYOUT, LAYOUT_VERSION, KernelTensorName, kernel_shapes, shard_metadata
 
