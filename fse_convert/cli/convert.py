@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,14 +26,17 @@ from fse_convert.cli.options import (
 )
 from fse_convert.errors import Problem, UsageError
 from fse_convert.exit_codes import ExitCode, of_dry_run
-from fse_convert.output.copying import Link
 from fse_convert.output.lock import staging_root
 from fse_convert.plan.plan import Experts, Options
 from fse_convert.report.log import Log
 from fse_convert.verification.findings import Level
 
 if TYPE_CHECKING:
-    from fse_convert.output.parts import Part
+    from fse_convert.conversion.run import Request
+
+
+def _is_given(_ctx: click.Context, _param: click.Parameter, value: str | None) -> bool:
+    return value is not None
 
 
 @cli.command(
@@ -48,13 +52,20 @@ if TYPE_CHECKING:
     "--target", default="megamoe-512", show_default=True, metavar="NAME", shell_complete=complete_target,
     help="Kernel contract or server to convert for; see `fse-convert targets`. Formats change where it needs that.",
 )  # fmt: skip
-@click.option("--routed", type=click.Choice(["fp8"]), help="Store routed MXFP4 experts as block FP8: exact, or refused.")
-@click.option("--shared", type=click.Choice(["mxfp4"]), help="Store shared experts as MXFP4, as servers would; needs --lossy.")
+@click.option(
+    "--routed", "routed_fp8", type=click.Choice(["fp8"]), callback=_is_given,
+    help="Store routed MXFP4 experts as block FP8: exact, or refused.",
+)  # fmt: skip
+@click.option(
+    "--shared", "shared_mxfp4", type=click.Choice(["mxfp4"]), callback=_is_given,
+    help="Store shared experts as MXFP4, as servers would; needs --lossy.",
+)  # fmt: skip
 @click.option("--heal", is_flag=True, help="Mend every defect of config.json and of labels that the headers prove.")
 @click.option("--lossy", is_flag=True, help="Permit changes that lose precision.")
 @click.option("--drop-originals", is_flag=True, help="Leave out of OUT/fse what `restore` needs of experts whose format changed.")
 @click.option(
     "--experts", type=click.Choice([e.value for e in Experts]), default=Experts.ALL.value, show_default=True,
+    callback=lambda _ctx, _param, value: Experts(value),
     help="all: pad every expert in the standard layout. shared: leave the shards alone, pad the shared experts in OUT/fse only.",
 )  # fmt: skip
 @click.option(
@@ -84,7 +95,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--ray", metavar="ADDRESS", help="Write the shards on a Ray cluster (HOST:PORT or auto) that shares the file system.")
 @click.option(
-    "--verify", "level", type=click.Choice([level.value for level in Level]), default=Level.NUMERICS.value, show_default=True,
+    "--verify", type=click.Choice([level.value for level in Level]), default=Level.NUMERICS.value, show_default=True,
+    callback=lambda _ctx, _param, value: Level(value),
     help="Verification level that OUT must pass before it appears; each level includes those before it. Where there is no"
     " SM100 GPU, the kernel level is recorded as not run.",
 )  # fmt: skip
@@ -92,30 +104,7 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def convert(
-    ctx: click.Context,
-    checkpoint: str,
-    out: Path,
-    target: str,
-    experts: str,
-    tp: int,
-    link: Link,
-    *,
-    family: str,
-    workers: int,
-    allow_unfused: bool,
-    overwrite: bool,
-    restart: bool,
-    dry_run: bool,
-    routed: str | None,
-    shared: str | None,
-    heal: bool,
-    lossy: bool,
-    drop_originals: bool,
-    part: Part | None,
-    ray: str | None,
-    level: str,
-    log: Log,
-    as_json: bool,
+    ctx: click.Context, /, checkpoint: str, out: Path, target: str, *, dry_run: bool, log: Log, as_json: bool, **asked: Any
 ) -> ExitCode:
     """Convert CHECKPOINT into OUT (default command).
 
@@ -130,36 +119,16 @@ def convert(
     from fse_convert.servers.targets import CONTRACT
     from fse_convert.torch_threads import keep_freed_memory
 
-    _check_parts(part, ray, restart=restart)
+    options = Options(None, **{f.name: asked.pop(f.name) for f in fields(Options) if f.name in asked})
+    request = Request(Path(checkpoint), out, options, **asked)  # options of the command are called as fields of either
+    _check_parts(request)
+    recodes = options.routed_fp8 or options.shared_mxfp4 or options.heal
     named = ctx.get_parameter_source("target") is not click.core.ParameterSource.DEFAULT
-    target_row = find_any(target) if named or not (routed or shared or heal or tp > 1) else None
-    if target_row and target_row.engine == CONTRACT and (routed or shared or heal):
+    row = find_any(target) if named or not (recodes or options.tp > 1) else None
+    if row and row.engine == CONTRACT and recodes:
         message = "a kernel contract is about widths; a change of format is made for a server, or for none"
         raise UsageError(Problem("contract-format", message, "--target", "name a server, or leave --target out"))
-    options = Options(
-        target=target_row,
-        experts=Experts(experts),
-        tp=tp,
-        allow_unfused=allow_unfused,
-        routed_fp8=routed == "fp8",
-        shared_mxfp4=shared == "mxfp4",
-        heal=heal,
-        lossy=lossy,
-        drop_originals=drop_originals,
-    )
-    request = Request(
-        source=local(checkpoint, log),
-        out=out,
-        family=family,
-        options=options,
-        link=link,
-        overwrite=overwrite,
-        verify=Level(level),
-        workers=workers,
-        restart=restart,
-        part=part,
-        ray=ray,
-    )
+    request = replace(request, source=local(checkpoint, log), options=replace(options, target=row))
     with garbage_collection_paused():
         job = Conversion(request)
         gc.freeze()  # the plan lives as long as the process: a million tensors are not to be walked again and again
@@ -175,7 +144,7 @@ def convert(
             conversion.print_estimate(estimate)
         log.done()
         return of_dry_run(fits=estimate.fits)
-    found = "" if restart else job.kept()
+    found = "" if request.restart else job.kept()
     if found:
         log.note(Problem("resuming", f"{found} are there from an earlier run; their content is checked", str(staging_root(out))))
     keep_freed_memory()
@@ -183,20 +152,20 @@ def convert(
         result = job.run(observe)
     if as_json:
         click.echo(dump(conversion_record(result, notes)))
-    elif part:
-        conversion.print_part(result, out, part)
+    elif request.part:
+        conversion.print_part(result, out, request.part)
     else:
         conversion.print_plan(result.plan, title="converted")
         conversion.print_written(result, out)
         if result.proof:
             print_proof(result.proof, written=True)
-    log.done(*([] if part else conversion.next_steps(result.plan, out)))
+    log.done(*([] if request.part else conversion.next_steps(result.plan, out)))
     return ExitCode.OK
 
 
-def _check_parts(part: Part | None, ray: str | None, *, restart: bool) -> None:
-    if ray == "":
+def _check_parts(request: Request) -> None:
+    if request.ray == "":
         raise UsageError(Problem("ray-address", "no address", "--ray", "auto, or HOST:PORT"))
-    if part and (ray is not None or restart):
-        other, hint = ("--ray", "leave one of them out") if ray is not None else ("--restart", "start anew without --part")
+    if request.part and (request.ray is not None or request.restart):
+        other, hint = ("--ray", "leave one of them out") if request.ray is not None else ("--restart", "start anew without --part")
         raise UsageError(Problem("parts-alone", f"--part and {other} exclude each other", "--part", hint))
