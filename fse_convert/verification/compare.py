@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 
+import torch
 import xxhash
+from torch import Tensor
 
+from fse_convert.checkpoint.header import TensorInfo
+from fse_convert.checkpoint.reader import Checkpoint
 from fse_convert.output.copying import read_into
 from fse_convert.progress import Event, Observer, Phase
 from fse_convert.verification.findings import Mismatch, hexadecimal
@@ -114,48 +119,80 @@ class InputFiles:
             self.asked[name] = (offset, offset + AHEAD)
 
 
+@dataclass(frozen=True, slots=True)
+class SourceTensors:
+    """The source's tensors, by name and by file offset."""
+
+    files: InputFiles
+    tensors: Mapping[str, TensorInfo]
+    starts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, files: InputFiles) -> SourceTensors:
+        """Find the tensors of a checkpoint whose files are open."""
+        return cls(files, checkpoint.tensors, {s.name: s.header.data_start for s in checkpoint.shards})
+
+    def read(self, info: TensorInfo, offset: int, into: memoryview) -> memoryview:
+        """Fill a buffer from a tensor's bytes at ``offset``, and from its neighbours after it."""
+        return self.files.read(info.shard, self.starts[info.shard] + info.start + offset, into)
+
+    def rows(self, info: TensorInfo, start: int, stop: int, memory: Memory, purpose: str) -> Tensor:
+        """Read rows ``[start, stop)`` of a matrix into the buffer for ``purpose``: uint8 ``[rows, row bytes]``."""
+        size = info.nbytes // info.shape[0]
+        buffer = memory.take(purpose, (stop - start) * size)
+        self.read(info, start * size, buffer)
+        return torch.frombuffer(buffer, dtype=torch.uint8).view(stop - start, size)
+
+    def whole(self, info: TensorInfo) -> Tensor:
+        """Read all of a small matrix, uint8 ``[rows, row bytes]``."""
+        buffer = bytearray(info.nbytes)
+        self.read(info, 0, memoryview(buffer))
+        return torch.frombuffer(buffer, dtype=torch.uint8).view(info.shape[0], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A tensor whose ``count`` rows of ``size`` bytes are computed, some at a time, in multiples of ``multiple``.
+
+    ``expected``: (first, count, memory) -> the bytes of these rows. ``is_padding``: of a byte, by row and place in the row.
+    ``work``: bytes that computing a row takes, where these are more.
+    """
+
+    count: int
+    size: int
+    expected: Callable[[int, int, Memory], memoryview]
+    is_padding: Callable[[int, int], bool] = lambda _row, _at: False
+    multiple: int = 1
+    work: int = 0
+
+
 class _Sha256:
-    """SHA-256 of a stream of buffers, in a thread; hands out the buffers and takes them back when they are hashed."""
+    """SHA-256 of a stream of buffers, in a thread; a buffer is handed out again once it is hashed."""
 
     def __init__(self) -> None:
-        self.free: SimpleQueue[bytearray] = SimpleQueue()
-        self.work: SimpleQueue[tuple[bytearray, int] | None] = SimpleQueue()
-        for _ in range(BUFFERS):
-            self.free.put(bytearray())
         self.hash = hashlib.sha256()
-        self.thread = Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Sha256:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.work.put(None)
-        self.thread.join()
+        self.thread = ThreadPoolExecutor(1)
+        self.held: deque[tuple[bytearray, Future[None] | None]] = deque((bytearray(), None) for _ in range(BUFFERS))
 
     def take(self, size: int) -> bytearray:
         """Return a buffer of at least ``size`` bytes."""
-        buffer = self.free.get()
+        buffer, hashed = self.held.popleft()
+        if hashed:
+            hashed.result()
         return buffer if len(buffer) >= size else bytearray(max(size, min(CHUNK, 2 * size)))
 
     def give(self, buffer: bytearray, size: int) -> None:
         """Hash the first ``size`` bytes of a buffer that `take` gave, some time later."""
-        self.work.put((buffer, size))
-
-    def _run(self) -> None:
-        while (item := self.work.get()) is not None:
-            buffer, size = item
-            self.hash.update(memoryview(buffer)[:size])
-            self.free.put(buffer)
+        self.held.append((buffer, self.thread.submit(self.hash.update, memoryview(buffer)[:size])))
 
 
 def walk(out: InputFiles, name: str, pieces: Iterable[Piece], observe: Observer) -> FileReport:
     """Read the pieces of one file in order, hash them, and compare each with what it must be. Raises OSError, EOFError."""
     report = FileReport(name)
     hashed, digest = "", xxhash.xxh3_128()
-    memory = Memory()
+    memory, sha = Memory(), _Sha256()
     mismatches: dict[str, Mismatch] = {}
-    with _Sha256() as sha:
+    with sha.thread:
         for piece in pieces:
             size = piece.size
             buffer = sha.take(size)
@@ -198,8 +235,6 @@ def _compare(name: str, piece: Piece, buffer: bytearray, memory: Memory, mismatc
 
 def _locate(name: str, piece: Piece, view: memoryview, expected: memoryview, mismatches: dict[str, Mismatch]) -> None:
     """Record the first wrong byte of every tensor in a piece, and how many there are."""
-    import torch
-
     ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (view, expected))
     at = 0
     for tensor, size in piece.parts:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.verification.addresses import GROUP
-from fse_convert.verification.compare import Memory
-from fse_convert.verification.tensors import SourceTensors
+from fse_convert.verification.compare import Memory, SourceTensors
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of MXFP4's codes 0 to 7; bit 3 is the sign. OCP Microscaling Formats 1.0, section 5.3.3."""

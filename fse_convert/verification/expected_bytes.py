@@ -17,12 +17,11 @@ from fse_convert.model.moe import Role
 from fse_convert.plan.tensors import Computed, Recoded, SharedExpert
 from fse_convert.sidecar.tensors import KernelTensorName, is_originals_file
 from fse_convert.verification.addresses import GROUP, l1_scale_bytes, l1_scale_rows, l1_weight_rows, l2_scale_bytes
-from fse_convert.verification.compare import CHUNK, InputFiles, Memory, Piece
+from fse_convert.verification.compare import CHUNK, InputFiles, Memory, Piece, Rows, SourceTensors
 from fse_convert.verification.expected import Holds
 from fse_convert.verification.experts import StoredExpert
 from fse_convert.verification.padded import Padded
 from fse_convert.verification.recoded import TileScales, recoded_rows
-from fse_convert.verification.tensors import Rows, SourceTensors
 
 KINDS = {TensorInfo: "unchanged", Padded: "padded", Computed: "kernel", Recoded: "recoded"}
 """How tensors are counted, by what they hold."""

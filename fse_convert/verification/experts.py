@@ -20,10 +20,9 @@ from fse_convert.plan.tensors import SharedExpert
 from fse_convert.sidecar.reader import read_shards, shard_names
 from fse_convert.verification.addresses import GROUP, KernelLayout, Rows, exponents
 from fse_convert.verification.code_of_one import E8M0_ONE
-from fse_convert.verification.compare import InputFiles, Memory
+from fse_convert.verification.compare import InputFiles, Memory, SourceTensors
 from fse_convert.verification.decode import Matrix, decode_codes, decode_mxfp4, decode_scales
 from fse_convert.verification.expected import ExpectedOutput, RecodedExpert, kernel_tensors
-from fse_convert.verification.tensors import SourceTensors
 
 CPU = torch.device("cpu")
 

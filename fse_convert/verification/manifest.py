@@ -76,9 +76,14 @@ class OutputManifest:
     @property
     def recoded(self) -> int:
         """How many experts were computed because their format changed, as far as it is recorded."""
-        numerics = self.value["proof"].get("numerics") if isinstance(self.value.get("proof"), dict) else None
-        count = numerics.get("experts") if isinstance(numerics, dict) else None
+        count = self.level("numerics").get("experts")
         return count if type(count) is int else 0
+
+    def level(self, name: str) -> Mapping[str, Any]:
+        """Return what it says of a level of the proof; empty where that is no object."""
+        proof = self.value.get("proof")
+        found = proof.get(name) if isinstance(proof, dict) else None
+        return found if isinstance(found, dict) else {}
 
     @classmethod
     def read(cls, out: LocalFolder) -> OutputManifest:
@@ -273,9 +278,8 @@ def _expected_numerics(expected: ExpectedOutput) -> dict[str, Any]:
 
 def figure_mismatches(manifest: OutputManifest, losses: Iterable[ExpertLoss]) -> list[Mismatch]:
     """Compare the recorded figures of what was rounded with those that were measured again; where none are recorded, nothing."""
-    proof = manifest.value.get("proof")
-    recorded = proof.get("numerics") if isinstance(proof, dict) else None
-    if not isinstance(recorded, dict) or recorded == NOT_ASKED:
+    recorded = manifest.level("numerics")
+    if not recorded or recorded == NOT_ASKED:
         return []
     want = loss_record(losses)
     held = {key: value if isinstance(value := recorded.get(key), dict) else {} for key in want}
@@ -330,9 +334,8 @@ def loss_record(losses: Iterable[ExpertLoss]) -> dict[str, dict[str, Any]]:
 
 def kernel_note(manifest: OutputManifest) -> str:
     """Return what a manifest says of the kernel level if it says that it passed, for people; empty otherwise."""
-    proof = manifest.value.get("proof")
-    kernel = proof.get("kernel") if isinstance(proof, dict) else None
-    if not isinstance(kernel, dict) or kernel.get("status") != "passed":
+    kernel = manifest.level("kernel")
+    if kernel.get("status") != "passed":
         return ""
     layers, device, version = (short(kernel.get(key)).strip('"') for key in ("layers", "device", "deep_gemm"))
     return f"passed for {layers} layers on {device}, DeepGEMM {version}"

@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.plan.tensors import Recoded, Rule
 from fse_convert.verification.addresses import GROUP
-from fse_convert.verification.compare import CHUNK, Memory, Undefined
+from fse_convert.verification.compare import CHUNK, Memory, Rows, SourceTensors, Undefined
 from fse_convert.verification.decode import FLOATS, Matrix, decode_codes, decode_mxfp4, decode_scales
-from fse_convert.verification.tensors import Rows, SourceTensors
 
 NAN = 0xFF
 """E8M0's only code that is no number."""

@@ -30,7 +30,7 @@ from fse_convert.sidecar.reader import originals_names, read_shards, shard_names
 from fse_convert.sidecar.tensors import K_PER_WORD, shard_metadata
 from fse_convert.torch_threads import one_torch_thread
 from fse_convert.verification.addresses import GROUP
-from fse_convert.verification.compare import FileReport, InputFiles, Piece, walk
+from fse_convert.verification.compare import FileReport, InputFiles, Piece, SourceTensors, walk
 from fse_convert.verification.expected import (
     TORCH,
     ExpectedFile,
@@ -62,7 +62,6 @@ from fse_convert.verification.manifest import (
     proof_mismatches,
     tool_note,
 )
-from fse_convert.verification.tensors import SourceTensors
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read at a time: each keeps one core busy with comparing and one with SHA-256."""

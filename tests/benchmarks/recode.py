@@ -34,9 +34,8 @@ from fse_convert.conversion.source_rows import open_reader
 from fse_convert.conversion.writer import write_shard
 from fse_convert.plan.tensors import OutputShard, Recoded, Rule, TensorSpec, placed
 from fse_convert.torch_threads import one_torch_thread
-from fse_convert.verification.compare import InputFiles, walk
+from fse_convert.verification.compare import InputFiles, SourceTensors, walk
 from fse_convert.verification.expected_bytes import Comparison, shard_pieces
-from fse_convert.verification.tensors import SourceTensors
 from tests.peers import published, wheels
 
 K = 7168

@@ -12,9 +12,9 @@ from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.model.description import ExpertGroup
 from fse_convert.model.formats import Format, read_format
 from fse_convert.model.moe import Expert, Projection, Role
+from fse_convert.verification.compare import SourceTensors
 from fse_convert.verification.decode import decode_codes, decode_mxfp4, decode_scales
 from fse_convert.verification.experts import StoredExpert, dequantize
-from fse_convert.verification.tensors import SourceTensors
 
 HIDDEN = 64
 

@@ -17,10 +17,9 @@ from fse_convert.checkpoint.header import BITS, TensorInfo
 from fse_convert.layout import mxfp4_to_fp8, to_mxfp4, ue8m0
 from fse_convert.layout.mxfp4 import Unencodable
 from fse_convert.plan.tensors import Recoded, Rule
-from fse_convert.verification.compare import Memory, Undefined
+from fse_convert.verification.compare import Memory, SourceTensors, Undefined
 from fse_convert.verification.decode import decode_mxfp4, decode_scales
 from fse_convert.verification.recoded import TileScales, mxfp4_codes, mxfp4_scales, recoded_rows
-from fse_convert.verification.tensors import SourceTensors
 
 MAGNITUDES = [Fraction(m) for m in (0, Fraction(1, 2), 1, Fraction(3, 2), 2, 3, 4, 6)]
 
