@@ -116,7 +116,7 @@ def beside(names: Collection[str], listed: Collection[str] | None, *, whole: boo
     single file beside them, other cuts of the same weights are left out too.
     """
     known = {CONFIG, INDEX, *(listed or ())}
-    found = {n: kind for n in names if n not in known and (kind := _kind(n) or _companion(n, names))}
+    found = {n: kind for n in names if n not in known and (kind := _kind(n, names))}
     shards = [n for n in names if n.endswith(SUFFIX) and "/" not in n]
     weights_complete = whole if listed is not None else any(n not in found for n in shards)
     if not weights_complete:
@@ -124,12 +124,11 @@ def beside(names: Collection[str], listed: Collection[str] | None, *, whole: boo
     return found
 
 
-def _kind(name: str) -> Kind | None:
-    return next((kind for kind, pattern in _BESIDE if pattern.fullmatch(name)), None)
-
-
-def _companion(name: str, names: Collection[str]) -> Kind | None:
-    """Return the kind of what is left out only because of a file beside it."""
+def _kind(name: str, names: Collection[str]) -> Kind | None:
+    """Return the kind of what is left out by its own path, or only because of a file beside it."""
+    for kind, pattern in _BESIDE:
+        if pattern.fullmatch(name):
+            return kind
     if COPY.fullmatch(name) and name.rpartition(".")[0] in names:
         return COPIES
     folder, _, leaf = name.rpartition("/")

@@ -20,7 +20,7 @@ def doctor(path: Path, *, as_json: bool) -> None:
     reflinks in PATH, where an output would lie (by default the current folder). No server is imported.
     """
     from fse_convert.doctor import examine
-    from fse_convert.report.doctor import DoctorRecord, print_findings
+    from fse_convert.report.lists import DoctorRecord, print_findings
     from fse_convert.report.records import dump
 
     findings = list(examine(path))

@@ -29,7 +29,7 @@ def explain(code: tuple[str, ...], *, as_json: bool) -> None:
 
     from fse_convert.codes import all_codes
     from fse_convert.errors import Problem, UsageError
-    from fse_convert.report.codes import CodesRecord, print_codes, print_names
+    from fse_convert.report.lists import CodesRecord, print_codes, print_names
     from fse_convert.report.records import dump
 
     known = all_codes()

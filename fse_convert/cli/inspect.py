@@ -114,7 +114,7 @@ def _print(view: View, format_name: str) -> None:
 
         click.echo(junit(view.title, view.found.problems, view.required))
     else:
-        from fse_convert.report.inspection.pages import markdown, workflow_commands
+        from fse_convert.report.inspection.pages import annotation, markdown
 
-        lines = workflow_commands(view) if format_name == "github" else []
+        lines = [annotation(c) for c in view.complaints if format_name == "github"]
         click.echo("\n".join([*lines, markdown(view).rstrip("\n")]))

@@ -8,8 +8,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -21,6 +21,7 @@ from fse_convert.cli.command import is_given
 from fse_convert.cli.options import FORMS
 from fse_convert.errors import Bug, EnvironmentFailure, FseConvertError, Interrupted, Problem, UsageError, limits
 from fse_convert.exit_codes import CLOSED_PIPE, ExitCode, of_signal
+from fse_convert.output.signals import handling
 from fse_convert.report.log import Log
 
 DEBUG = "FSE_CONVERT_DEBUG"
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - closed by a daemon, for good
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    with _stoppable():
+    with handling(_stop):
         code = _run(args)
     try:
         sys.stderr.flush()
@@ -49,21 +50,6 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.code = of_signal(number)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Handle the signals that ask a program to stop, for as long as the command runs."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = [signal.signal(number, _stop) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

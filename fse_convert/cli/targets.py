@@ -16,8 +16,8 @@ def targets(*, as_json: bool) -> None:
     Those are the names that --target and --require take. Contracts say which widths a kernel accepts; under the servers
     stands what they must be started with.
     """
+    from fse_convert.report.lists import print_targets, targets_record
     from fse_convert.report.records import dump
-    from fse_convert.report.targets import print_targets, targets_record
 
     if as_json:
         click.echo(dump(targets_record()))

@@ -5,19 +5,20 @@ What is computed is scanned on the way. What is carried over, or copied into a r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
-from fse_convert.checkpoint.header import Header, TensorInfo
+from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout.nan_and_one import NAN_BYTES
 from fse_convert.model.description import Description, ExpertGroup
 from fse_convert.model.formats import Tile
 from fse_convert.output.digests import Scan
-from fse_convert.plan.tensors import Copied, OutputShard
+from fse_convert.plan.tensors import Copied, OutputShard, OutputTensor
 
+Tensors = Sequence[TensorInfo] | Sequence[OutputTensor]
 DAMAGED = "the checkpoint is damaged: compare its checksum"
 
 
@@ -40,35 +41,30 @@ def _tiled(group: ExpertGroup) -> Iterator[tuple[TensorInfo, Tile | None]]:
 
 
 def scans(shard: Shard, codes: Mapping[str, tuple[int, ...]]) -> tuple[Scan, ...]:
-    """List what to look for in a shard that is carried over, in file order; neighbours of one format make one range."""
-    refuse = partial(_refuse, shard)
-    found: list[Scan] = []
-    for t in shard.header.tensors:
-        wanted = codes.get(t.name)
-        if not wanted:
-            continue
-        start, end = shard.header.data_start + t.start, shard.header.data_start + t.end
-        if found and found[-1].end == start and found[-1].codes == wanted:
-            found[-1] = Scan(found[-1].start, end, wanted, refuse)
-        else:
-            found.append(Scan(start, end, wanted, refuse))
-    return tuple(found)
+    """List what to look for in a shard that is carried over."""
+    return _scans(shard.name, shard.header.data_start, shard.header.tensors, codes)
 
 
 def copied_scans(shard: OutputShard, codes: Mapping[str, tuple[int, ...]]) -> tuple[Scan, ...]:
     """List what to look for in the tensors of a rewritten shard that are copied: nothing computes with them on the way."""
     copied = ((t, t.change.source.name) for t in shard.tensors if isinstance(t.change, Copied))
     wanted = {t.name: codes[source] for t, source in copied if source in codes}
-    if not wanted:
-        return ()
-    tensors = tuple(TensorInfo(t.name, shard.name, t.dtype, t.shape, t.start, t.end) for t in shard.tensors)
-    header = Header(tensors, shard.metadata, len(shard.header), shard.payload)
-    return scans(Shard(shard.name, shard.size, header), wanted)
+    return _scans(shard.name, len(shard.header), shard.tensors, wanted) if wanted else ()
 
 
-def _refuse(shard: Shard, offset: int) -> NoReturn:
-    at = offset - shard.header.data_start
-    t = next(t for t in shard.header.tensors if t.start <= at < t.end)
-    columns = t.shape[-1] if t.shape else 1
-    row, column = divmod(at - t.start, columns)
-    raise InvalidCheckpoint(Problem("nan", f"NaN code at row {row}, column {column}", f"{shard.name}: {t.name}", DAMAGED))
+def _scans(name: str, start: int, tensors: Tensors, codes: Mapping[str, tuple[int, ...]]) -> tuple[Scan, ...]:
+    """List ranges in file order; neighbours of one format make one. ``start``: of the payload in the file."""
+    refuse = partial(_refuse, name, start, tensors)
+    found: list[Scan] = []
+    for t, wanted in ((t, codes[t.name]) for t in tensors if t.name in codes):
+        if found and found[-1].end == start + t.start and found[-1].codes == wanted:
+            found[-1] = Scan(found[-1].start, start + t.end, wanted, refuse)
+        else:
+            found.append(Scan(start + t.start, start + t.end, wanted, refuse))
+    return tuple(found)
+
+
+def _refuse(name: str, start: int, tensors: Tensors, offset: int) -> NoReturn:
+    t = next(t for t in tensors if t.start <= offset - start < t.end)
+    row, column = divmod(offset - start - t.start, t.shape[-1] if t.shape else 1)
+    raise InvalidCheckpoint(Problem("nan", f"NaN code at row {row}, column {column}", f"{name}: {t.name}", DAMAGED))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fse_convert.errors import EnvironmentFailure, FseConvertError, Problem
 from fse_convert.output.parts import Part
+from fse_convert.output.signals import handling
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -33,61 +31,33 @@ def run_parts(write: PartWriter, order: bytes, count: int, address: str) -> Iter
     ``count``: of files, the most parts that make sense. ``address``: what ``ray.init`` takes, ``auto`` included. The first
     failure is raised, and ends the other tasks. Raises EnvironmentFailure without Ray or without a cluster.
     """
-    with _deferred_signals() as signals:
+    pending: list[tuple[int, FrameType | None]] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        """Remember a signal: no Python handler may raise while Ray's own code runs."""
+        pending.append((number, frame))
+
+    with handling(defer) as before:
+
+        def raise_pending() -> None:
+            if pending and callable(handler := before[pending[0][0]]):
+                handler(*pending[0])
+
         ray = _connected(address)
-        signals.install()  # Ray's own handler would end the process as if all were well
-        try:
-            count = max(1, min(count, PARTS_PER_CPU * int(ray.cluster_resources().get("CPU", 1))))
-            task = ray.remote(num_cpus=1, max_retries=0)(write)
-            running = {task.remote(order, Part(index=i, count=count)) for i in range(1, count + 1)}
-            while running:
-                signals.raise_pending()
-                done, _ = ray.wait(list(running), num_returns=1, timeout=POLL)
-                running.difference_update(done)
-                for finished in done:
-                    yield _result(ray, finished)
-        finally:
-            ray.shutdown()
-        signals.raise_pending()
-
-
-class DeferredSignals:
-    """Signals that came while Ray's own code ran, in which no Python handler may raise."""
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self.main = threading.current_thread() is threading.main_thread()
-        self.before: dict[int, Any] = {n: signal.getsignal(n) for n in self.numbers}
-        self.pending: list[tuple[int, FrameType | None]] = []
-
-    def install(self) -> None:
-        """Take the handlers; on a thread that may not handle signals, leave them alone."""
-        for number in self.numbers if self.main else ():
-            signal.signal(number, lambda n, frame: self.pending.append((n, frame)))
-
-    def restore(self) -> None:
-        """Give the handlers back."""
-        for number, handler in self.before.items() if self.main else ():
-            signal.signal(number, handler)
-
-    def raise_pending(self) -> None:
-        """Call the program's own handler for a signal that came."""
-        if self.pending:
-            number, frame = self.pending[0]
-            handler = self.before[number]
-            if callable(handler):
-                handler(number, frame)
-
-
-@contextmanager
-def _deferred_signals() -> Iterator[DeferredSignals]:
-    signals = DeferredSignals()
-    signals.install()
-    try:
-        yield signals
-    finally:
-        signals.restore()
+        with handling(defer):  # Ray's own handler would end the process as if all were well
+            try:
+                count = max(1, min(count, PARTS_PER_CPU * int(ray.cluster_resources().get("CPU", 1))))
+                task = ray.remote(num_cpus=1, max_retries=0)(write)
+                running = {task.remote(order, Part(index=i, count=count)) for i in range(1, count + 1)}
+                while running:
+                    raise_pending()
+                    done, _ = ray.wait(list(running), num_returns=1, timeout=POLL)
+                    running.difference_update(done)
+                    for finished in done:
+                        yield _result(ray, finished)
+            finally:
+                ray.shutdown()
+        raise_pending()
 
 
 def _connected(address: str) -> ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fse_convert.checkpoint.folder import LocalFolder, Stamp
+from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import CONFIG, MANIFEST, SUFFIX
 from fse_convert.conversion.estimate import Estimate, estimate
 from fse_convert.conversion.files import json_texts, shard_jobs
@@ -107,18 +107,12 @@ class Conversion:
         self._log_plan()
 
     def _log_plan(self) -> None:
-        plan, decision = self.plan, self.plan.decision
+        plan, decision, checkpoint = self.plan, self.plan.decision, self.plan.source.checkpoint
+        rewritten = sum(not s.carried for s in plan.shards)
         logger.info(
-            "planned: %s, %d tensors in %d shards, %d of them rewritten, width %d -> %d, %d of %d layers fit %s",
-            plan.source.description.family_name or "no known family",
-            len(plan.source.checkpoint.tensors),
-            len(plan.shards),
-            sum(not s.carried for s in plan.shards),
-            decision.source_width,
-            decision.width,
-            decision.fused_layers,
-            len(decision.verdicts),
-            plan.options.goal,
+            f"planned: {plan.source.description.family_name or 'no known family'}, {len(checkpoint.tensors)} tensors in "
+            f"{len(plan.shards)} shards, {rewritten} of them rewritten, width {decision.source_width} -> {decision.width}, "
+            f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {plan.options.goal}"
         )
 
     @cached_property
@@ -236,7 +230,7 @@ class Conversion:
                     result.proof = self._prove(draft, staged, observe)
                     result.add(MANIFEST, "other files", self._write_manifest(draft, result.proof, staging))
                     stamps = {**staged.stamps, MANIFEST: staging.stamp(MANIFEST)}
-                    staging.publish(lambda: self._check_undisturbed(staging, stamps))
+                    staging.publish(lambda: staging.check(self.folder, stamps))
         return result
 
     def _staged(self, *, restart: bool) -> AbstractContextManager[Staging]:
@@ -298,12 +292,6 @@ class Conversion:
         """Return the bytes of every file of the output, but for the manifest."""
         sizes = {job.name: job.size for job in self.jobs} | {n: len(text) for n, text in self.texts.items()}
         return sizes | {name: self.folder.files[name] for name in self.plan.source.checkpoint.others}
-
-    def _check_undisturbed(self, staging: Staging, stamps: Mapping[str, Stamp]) -> None:
-        """Refuse to publish anything but what was staged when it was proved. Raises EnvironmentFailure, OSError."""
-        self.folder.check_all()
-        staged = staging.look()
-        check_staged(staged, staged.stamps, stamps)
 
     def _write_manifest(self, draft: Manifest, proof: Proof | None, staging: Staging) -> int:
         """Write the manifest with what the proof found; return its size in bytes."""

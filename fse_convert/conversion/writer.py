@@ -64,7 +64,8 @@ def write_shard(shard: OutputShard, reader: SourceReader, path: Path, advance: A
         for tensor, length in _runs(shard.tensors):
             change = tensor.change
             if isinstance(change, Copied):
-                _copy(fd, change.source, length, reader, advance)
+                src, offset = reader.locate(change.source)
+                copy_range(src, fd, offset, length, advance)
             elif isinstance(change, Padded):
                 _write_padded(fd, change, reader, advance)
             elif isinstance(change, Recoded):
@@ -183,11 +184,6 @@ def _write_padded(fd: int, change: Padded, reader: SourceReader, advance: Advanc
     for at in range(0, change.source.nbytes, growth.old):
         copy_range(src, fd, offset + at, growth.old, advance)
         _write(fd, _tail(growth), advance)
-
-
-def _copy(fd: int, first: TensorInfo, length: int, reader: SourceReader, advance: Advance) -> None:
-    src, offset = reader.locate(first)
-    copy_range(src, fd, offset, length, advance)
 
 
 def _write(fd: int, chunks: Iterable[Bytes], advance: Advance) -> None:

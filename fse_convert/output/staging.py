@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
@@ -25,6 +24,7 @@ from fse_convert.output.journal import JOURNAL, Journal
 from fse_convert.output.lock import LOCK, OUTPUT, Hold, locked, staging_lost, staging_root, sync_folder
 from fse_convert.output.overwrite import check_replaceable, output_exists
 from fse_convert.output.resume import check_same_conversion, read_journals
+from fse_convert.output.signals import handling
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,12 @@ class Staging:
         """Return what a staged file looks like now."""
         return Stamp.of(os.stat(self.folder / name))
 
+    def check(self, read: LocalFolder, stamps: Mapping[str, Stamp]) -> None:
+        """Refuse to go on when the folder that is read changed, or what is staged since it was looked at. For `publish`."""
+        read.check_all()
+        staged = self.look()
+        check_staged(staged, staged.stamps, stamps)
+
     def write(self, name: str, data: bytes) -> None:
         """Write a small file durably."""
         with new_file(self.path(name)) as fd:
@@ -97,7 +103,7 @@ class Staging:
         logger.info("publishing %s", self.out)
         for folder, _, _ in os.walk(self.folder, topdown=False):
             sync_folder(Path(folder))
-        with _undisturbed():
+        with handling(signal.SIG_IGN):  # once the output is there, none may turn success into a failure
             if self.hold:
                 self.hold.check()
             check()
@@ -128,20 +134,6 @@ class Staging:
         except OSError:
             os.rename(self.old, self.out)
             raise
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore the signals that ask a program to stop: once the output is there, none may turn success into a failure."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def card(published: Published) -> str:
     """Return the section as Markdown."""
     manifest, name = published.manifest, published.repo.rpartition("/")[2] or published.folder.resolve().name
     target, place = _target(manifest), shlex.quote(name)
-    model, _, revision = published.base.partition("@")
+    (model, _, revision), fse = published.base.partition("@"), manifest.contract is not None
     return template("card.md.j2").render(
         manifest=manifest,
         base=published.base,
@@ -54,7 +54,7 @@ def card(published: Published) -> str:
         proof={level: _level(getattr(manifest.proof, level)) for level in ("storage", "numerics", "kernel")},
         target=target,
         title=f"{target.engine} {target.release}" if target else "",
-        command=_serve(manifest, target, place) if target else "",
+        command=serve_command(target, place, manifest.model.model_type, fse=fse, tp=manifest.arguments.tp) if target else "",
         alone=_alone(manifest),
         restorable=manifest.arguments.drop_originals is not True,
     )
@@ -66,11 +66,6 @@ def _target(manifest: Manifest) -> AnyTarget | None:
     if not isinstance(target, SlotTarget):
         return target
     return replace(target, started_with=slot_needs(target, [layer.routed.format for layer in manifest.layers if layer.routed]))
-
-
-def _serve(manifest: Manifest, target: AnyTarget, place: str) -> str:
-    fse, tp = manifest.contract is not None, manifest.arguments.tp
-    return serve_command(target, place, manifest.model.model_type, fse=fse, tp=tp)
 
 
 def _changes(manifest: Manifest) -> Iterator[str]:

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 
 from msgspec.json import schema_components
 
-from fse_convert.report.codes import CodesRecord
-from fse_convert.report.doctor import DoctorRecord
 from fse_convert.report.inspection.records import InspectionRecord
+from fse_convert.report.lists import CodesRecord, DoctorRecord, TargetsRecord
 from fse_convert.report.records import ConversionRecord, Failure, ProofRecord, Record, RestorationRecord
-from fse_convert.report.targets import TargetsRecord
 
 RESPONSES: Mapping[str, type[Record]] = {
     "convert": ConversionRecord,

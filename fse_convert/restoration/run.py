@@ -30,7 +30,7 @@ from fse_convert.output.digests import file_sha256, file_xxh3_128
 from fse_convert.output.free_space import check_space, existing_home
 from fse_convert.output.lock import staging_lost
 from fse_convert.output.overwrite import check_output
-from fse_convert.output.staging import Staging, check_staged, reading, stage
+from fse_convert.output.staging import Staging, reading, stage
 from fse_convert.progress import Event, Observer, Phase, Work
 from fse_convert.restoration.formats import Recipe, recipes, restored
 from fse_convert.restoration.tensors import Bytes, TensorFile, unlike, without_padding
@@ -113,7 +113,7 @@ class Restoration:
                     candidates = index_candidates(json.loads(self.folder.read(INDEX)), *self._totals())
                     files[INDEX] = self._restore_text(INDEX, candidates, staging)
                 files |= {name: self._restore_other(name, staging) for name in self.others}
-                staging.publish(lambda: self._check_undisturbed(staging))
+                staging.publish(lambda: staging.check(self.folder, self.staged))
         return Restored(
             files=files,
             bytes=sum(stamp.size for stamp in self.staged.values()),
@@ -131,12 +131,6 @@ class Restoration:
         free = {s.name for s in shards if shared and not self._is_padded(s) and s.name not in self.recipes}
         sizes = {name: identity.size for name, identity in self.manifest.source.shards.items()}
         return sum(n for name, n in sizes.items() if name not in free) + sum(self.folder.files[n] for n in self.others)
-
-    def _check_undisturbed(self, staging: Staging) -> None:
-        """Refuse to publish when the output that is read changed, or what is staged. Raises EnvironmentFailure, OSError."""
-        self.folder.check_all()
-        staged = staging.look()
-        check_staged(staged, staged.stamps, self.staged)
 
     def _check_complete(self) -> None:
         """Refuse an output that lacks a file of the original, or of which no digest says what its links must lead to."""

@@ -17,6 +17,7 @@ import inspect
 import io
 import warnings
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -168,17 +169,8 @@ def check_kernel(
     return KernelResult("passed", f"the fused kernel agrees, relative L2 {check.figures['relative_l2']:.2g}", check.figures)
 
 
-class _OneRank:
-    """All that DeepGEMM asks of a process group of one."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-    def barrier(self) -> None:
-        return None
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0, barrier=lambda: None)
+"""All that DeepGEMM asks of a process group of one."""
 
 
 def shared_scale_rows(tokens: int, block_m: int) -> Tensor:
@@ -288,7 +280,7 @@ class _Check:
         codes, scale = quantize_input(x)
         packed = scale.view(torch.int32)
         buffer = module.get_symm_buffer_for_mega_moe(
-            _OneRank(), EXPERTS, tokens, TOP_K, hidden, width, num_shared_experts=count, mma_type=MMA_TYPE
+            ONE_RANK, EXPERTS, tokens, TOP_K, hidden, width, num_shared_experts=count, mma_type=MMA_TYPE
         )
         capacity = buffer.num_max_tokens_per_rank
         block_m = module.get_block_m_for_mega_moe(1, EXPERTS, capacity, tokens, TOP_K, MMA_TYPE)

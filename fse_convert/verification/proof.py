@@ -62,16 +62,12 @@ class Proof:
 
     def record(self) -> ProofRecord:
         """Return a proof that did not fail for the manifest: nothing differs from machine to machine unless a GPU ran."""
-        coverage = self.storage.coverage
+        coverage, n = self.storage.coverage, self.numerics
         return ProofRecord(
             storage=storage_record(coverage.tensors, coverage.bytes, coverage.files),
-            numerics=_numerics_record(self.numerics) if self.numerics else NOT_ASKED,
+            numerics=numerics_record(n.coverage.of_layers, n.limit, n.recoded, loss_record(n.losses)) if n else NOT_ASKED,
             kernel=_kernel_record(self.kernel) if self.kernel else NOT_ASKED,
         )
-
-
-def _numerics_record(summary: NumericsSummary) -> dict[str, Any]:
-    return numerics_record(summary.coverage.of_layers, summary.limit, summary.recoded, loss_record(summary.losses))
 
 
 def _kernel_record(summary: KernelSummary) -> dict[str, Any]:

@@ -30,9 +30,8 @@ PACKED = ("I8", "U8")
 def stand_ins(source: Source, changes: Iterable[str]) -> Tensors:
     """Return what must stand in the place of every tensor that changes, by the changes' names; a name without a rule has none."""
     found: Tensors = {}
-    for name in changes:
-        for tensor, specs in RULES.get(name, _nothing)(source):
-            found[tensor] = specs
+    for rule in (RULES[name] for name in changes if name in RULES):
+        found |= rule(source)
     return found
 
 
@@ -46,10 +45,6 @@ def kept_originals(tensors: Tensors) -> set[str]:
 
 
 Found = Iterator[tuple[str, tuple[TensorSpec, ...]]]
-
-
-def _nothing(_source: Source) -> Found:
-    yield from ()
 
 
 def _routed_fp8(source: Source) -> Found:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fse_convert.conversion.run import Conversion, Request
 from fse_convert.errors import FseConvertError
 from fse_convert.output import staging
 from fse_convert.output.copying import Link
+from fse_convert.output.signals import handling
 from fse_convert.plan.plan import Options
 from fse_convert.progress import Event, Observer, ignore
 from fse_convert.restoration.run import Restoration
@@ -199,14 +201,13 @@ class Ground:
 @contextmanager
 def _until_the_last_look(injector: Injector) -> Iterator[None]:
     """Let an injector act until the program looks at everything a last time: between that and the rename nothing can see it."""
-    look = staging._undisturbed
 
-    def last() -> object:
+    def last(handler: signal.Handlers) -> AbstractContextManager[object]:
         injector.remove()
-        return look()
+        return handling(handler)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "_undisturbed", last)
+        patch.setattr(staging, "handling", last)
         injector.install()
         try:
             yield

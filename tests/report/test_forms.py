@@ -17,7 +17,7 @@ from fse_convert.errors import Problem
 from fse_convert.exit_codes import ExitCode
 from fse_convert.inspection import Inspection
 from fse_convert.plan.advice import Advice
-from fse_convert.report.inspection.pages import html, markdown, workflow_commands
+from fse_convert.report.inspection.pages import annotation, html, markdown
 from fse_convert.report.inspection.records import inspection_record
 from fse_convert.report.inspection.text import text
 from fse_convert.report.inspection.view import View
@@ -210,7 +210,7 @@ def check_annotations(view: View, said: Said, code: ExitCode) -> None:
     def raw(value: str) -> str:
         return value.replace("%0A", "\n").replace("%0D", "\r").replace("%3A", ":").replace("%2C", ",").replace("%25", "%")
 
-    parsed = [re.fullmatch(r"::(error|warning) title=([^:,]*)::(.*)", line) for line in workflow_commands(view)]
+    parsed = [re.fullmatch(r"::(error|warning) title=([^:,]*)::(.*)", line) for line in map(annotation, view.complaints)]
     commands = [(found[1], raw(found[2]), raw(found[3])) for found in parsed if found]
     assert len(commands) == len(parsed)
     errors = [(title, message) for level, title, message in commands if level == "error"]

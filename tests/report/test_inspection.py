@@ -21,7 +21,7 @@ from fse_convert.plan.source import describe_source
 from fse_convert.plan.width_rounding import contract_widths
 from fse_convert.report.console import span
 from fse_convert.report.inspection.costs import cost_rows
-from fse_convert.report.inspection.pages import markdown, workflow_commands
+from fse_convert.report.inspection.pages import annotation, markdown
 from fse_convert.report.inspection.text import text
 from fse_convert.report.inspection.view import View, layer_rows
 from fse_convert.servers.judge import Subject, judge
@@ -189,7 +189,7 @@ def test_equal_problems_in_many_places_are_said_once() -> None:
 
 def test_commands_of_github_actions_are_escaped() -> None:
     found = inspection(Model(), problems=(Problem("co,de:", "50% \n::error::", "a\rb"),))
-    assert workflow_commands(View(found))[0] == "::error title=co%2Cde%3A::a%0Db: 50%25 %0A::error::"
+    assert annotation(View(found).complaints[0]) == "::error title=co%2Cde%3A::a%0Db: 50%25 %0A::error::"
 
 
 def test_markdown_escapes_what_would_break_a_table() -> None:

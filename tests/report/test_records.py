@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from fse_convert.report.inspection.records import InspectionRecord
+from fse_convert.report.lists import TargetsRecord
 from fse_convert.report.records import ConversionRecord, Failure, ProofRecord, Record, RestorationRecord, dump
-from fse_convert.report.targets import TargetsRecord
 
 Made = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]

@@ -21,11 +21,6 @@ def markdown(view: View) -> str:
     return template("inspection/markdown.md.j2").render(view=view)
 
 
-def workflow_commands(view: View) -> list[str]:
-    """Return the annotations that GitHub Actions shows beside a run: what is complained of, each with its hint."""
-    return [annotation(c) for c in view.complaints]
-
-
 def annotation(c: Complaint) -> str:
     """Return what makes GitHub Actions show a complaint beside a run."""
     title, message = (c.said, f"{c.problem.code}: {told(c.problem)}") if c.said else (c.problem.code, told(c.problem))

@@ -1,12 +1,14 @@
-"""The table of targets, as text and as JSON."""
+"""What `targets`, `explain` and `doctor` list, as text and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import UNSET, UnsetType, field
 
-from fse_convert.report.console import console, gathered, grid, say
+from fse_convert.codes import Code, Kind, all_codes
+from fse_convert.doctor import Finding
+from fse_convert.report.console import console, gathered, grid, say, wrapped
 from fse_convert.report.records import Record, Response, fill
 from fse_convert.servers.aiter.question import AITER_TARGETS
 from fse_convert.servers.judge import AnyTarget, Question
@@ -64,3 +66,34 @@ def targets_record() -> TargetsRecord:
     ]
     others = [fill(TargetRecord, t, question=question) for question, rows in OTHERS for t in rows]
     return TargetsRecord(targets=[*native, *others])
+
+
+def print_codes(codes: Sequence[Code]) -> None:
+    """Print the meaning of codes and the way out, one after the other."""
+    shown = (f"{c.name}: {', '.join(k.value for k in c.kinds)}\n{c.meaning}\n{c.way_out}" for c in codes)
+    say(["\n\n".join(shown)])
+
+
+def print_names() -> None:
+    """Print the names of all codes, by the kind in which they are most frequent."""
+    for kind in Kind:
+        names = [c.name for c in all_codes().values() if c.kinds[0] is kind]
+        say([f"{kind.heading} ({len(names)})", wrapped(", ".join(names), console().width, indent=2)])
+
+
+class CodesRecord(Response, kw_only=True):
+    """What ``explain`` prints."""
+
+    codes: Sequence[Code]
+
+
+class DoctorRecord(Response, kw_only=True):
+    """What ``doctor`` prints."""
+
+    findings: Sequence[Finding]
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print a row for each thing that was looked for."""
+    rows = [(f.name, f.found or "no", f.meaning) for f in findings]
+    say([grid(rows, console().width, flexible=(1, 2), head=("what", "here", "what that means"))])
