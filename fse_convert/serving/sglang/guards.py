@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 from fse_convert.serving.sglang.modules import KEEP, NAME, reason, sealed_modules
@@ -24,61 +24,54 @@ SAVES = ("save_remote_model", "save_sharded_model")
 SENDS = ("init_weights_send_group_for_remote_instance", "send_weights_to_remote_instance")
 
 
-def refuse_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Answer a session of weight updates with a refusal, before weights are unpacked in place for it. AROUND `UPDATER`."""
-    runners = manager._select_runners(request.selector)
-    if any(sealed_modules(runner.model) for _, runner in runners):
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
-
-        return BeginWeightUpdateReqOutput(success=False, message=reason("online weight updates"))
-    return original(manager, request)
-
-
-def refuse_check(original: Callable[..., Any], checker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse checksums, which would be over nothing, by a RuntimeError, which SGLang reports. AROUND `CHECKER`."""
-    if sealed_modules(checker._get_model()):
-        raise RuntimeError(reason("weight checks"))
-    return original(checker, *args, **kwargs)
-
-
-def _refuse_export(answer: Callable[[], Any]) -> Callable[..., Any]:
-    """Make a hook that answers for a 0.5.22 which would export what is freed, as 0.5.23 does. AROUND methods of `EXPORTER`."""
-
-    def hook(original: Callable[..., Any], exporter: Any, *args: Any, **kwargs: Any) -> Any:
-        return answer() if sealed_modules(exporter.get_model()) else original(exporter, *args, **kwargs)
-
-    return hook
-
-
-def _raise_reason() -> NoReturn:
-    raise RuntimeError(reason("weight exports"))
-
-
-refuse_save = _refuse_export(_raise_reason)
-refuse_send = _refuse_export(lambda: (False, reason("transfers to other instances")))
-refuse_get = _refuse_export(lambda: logger.error(reason("weight exports")))  # None stands for no weight
-
-
 PROBE = object()
 """Passed to a hooked method in place of its object; only a guard returns it."""
 
 
-def _probed(hook: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(hook)
+def _guard(models: Callable[..., Iterable[Any]], answer: Callable[[], Any]) -> Callable[..., Any]:
+    """Make an AROUND hook that answers itself where one of the subject's models has freed modules."""
+
     def guarded(original: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
-        return subject if subject is PROBE else hook(original, subject, *args, **kwargs)
+        if subject is PROBE:
+            return subject
+        freed = any(sealed_modules(model) for model in models(subject, *args))
+        return answer() if freed else original(subject, *args, **kwargs)
 
     return guarded
 
 
+def _refused_update() -> Any:
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
+
+    return BeginWeightUpdateReqOutput(success=False, message=reason("online weight updates"))
+
+
+def _raise(what: str) -> NoReturn:
+    raise RuntimeError(reason(what))
+
+
+def _exported(exporter: Any, *_: Any) -> list[Any]:
+    return [exporter.get_model()]
+
+
+refuse_update = _guard(lambda manager, request: [r.model for _, r in manager._select_runners(request.selector)], _refused_update)
+"""Answers a session of weight updates, before weights are unpacked in place for it."""
+refuse_check = _guard(lambda checker, *_: [checker._get_model()], partial(_raise, "weight checks"))
+"""Refuses checksums, which would be over nothing, by an error that SGLang reports."""
+refuse_save = _guard(_exported, partial(_raise, "weight exports"))
+refuse_send = _guard(_exported, lambda: (False, reason("transfers to other instances")))
+refuse_get = _guard(_exported, lambda: logger.error(reason("weight exports")))  # None stands for no weight
+
+
 def _guards() -> dict[str, Callable[..., Any]]:
     """Return the hooks, by target, that must be in place once anything is freed."""
-    hooks: dict[str, Callable[..., Any]] = {UPDATER: refuse_update, CHECKER: refuse_check}
-    if not hasattr(pkgutil.resolve_name(EXPORTER), "_weight_export_unsupported_reason"):  # it would read ``_weight_export_error``
+    hooks = {UPDATER: refuse_update, CHECKER: refuse_check}
+    # A 0.5.22 would export what is freed; where this is there, 0.5.23 reads ``_weight_export_error``.
+    if not hasattr(pkgutil.resolve_name(EXPORTER), "_weight_export_unsupported_reason"):
         hooks |= {f"{EXPORTER}.{name}": refuse_save for name in SAVES}
         hooks |= {f"{EXPORTER}.{name}": refuse_send for name in SENDS}
         hooks[f"{EXPORTER}.get_weights_by_name"] = refuse_get
-    return {target: _probed(hook) for target, hook in hooks.items()}
+    return hooks
 
 
 def install() -> None:
