@@ -6,22 +6,25 @@ A band has `CHUNK` bytes, or one row of blocks where that is more.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fse_convert.checkpoint.header import element_bytes
 from fse_convert.conversion.nan_scan import DAMAGED
-from fse_convert.conversion.source_rows import CHUNK, SourceReader
+from fse_convert.conversion.source_rows import CHUNK, SourceReader, open_reader
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout import ue8m0
 from fse_convert.layout.mxfp4 import Unencodable, refuse_where
-from fse_convert.layout.mxfp4_to_fp8 import to_fp8
-from fse_convert.layout.nan_and_one import E8M0_NAN
+from fse_convert.layout.mxfp4_to_fp8 import certainly_fits, to_fp8
+from fse_convert.layout.nan_and_one import E8M0_NAN, NaN
 from fse_convert.layout.sizes import GROUP, ceil_div
 from fse_convert.layout.to_mxfp4 import from_floats, from_fp8
+from fse_convert.plan.plan import Plan
 from fse_convert.plan.tensors import Recoded, Rule, matrix
+from fse_convert.servers.routed_fp8 import LOW
 
 Band = Mapping[bool, Tensor]
 """Rows of the output, by `Recoded.is_scale`."""
@@ -102,3 +105,41 @@ def _f32(change: Recoded, reader: SourceReader, first: int, count: int) -> Band:
 
 
 CODERS: Mapping[Rule, Callable[[Recoded, SourceReader, int, int], Band]] = {Rule.FP8: _fp8, Rule.MXFP4: _mxfp4, Rule.F32: _f32}
+
+
+def fit_note(plan: Plan) -> Problem | None:
+    """Say how many MXFP4 weights their group scales, a few percent of the bytes, prove exact in FP8: before any work.
+
+    Of the others the elements decide. None where nothing becomes FP8.
+    Raises InvalidCheckpoint for a scale that the other format cannot hold, OSError, EOFError.
+    """
+    weights = list(_scales_by(Rule.FP8, plan))
+    unproved: list[Recoded] = []
+    low: list[Recoded] = []
+    with open_reader(plan.source.folder, plan.source.checkpoint.shards) as reader:
+        for change in _scales_by(Rule.F32, plan):
+            deque(recoded_bands(change, reader), maxlen=0)  # raises for what F32 cannot hold
+        for change in weights:
+            sf_ng = reader.tensor(change.sources[1], 0, change.shape[0], NaN.E8M0)
+            if not certainly_fits(sf_ng, _block(change)):
+                unproved.append(change)
+            if (sf_ng < LOW).any():
+                low.append(change)
+    return _note(weights, unproved, low) if weights else None
+
+
+def _note(weights: Sequence[Recoded], unproved: Sequence[Recoded], low: Sequence[Recoded]) -> Problem:
+    if low:
+        message = f"{len(low):,} weights have group scales below 2**-30: vLLM's requantisation for DeepGEMM changes their values"
+        return Problem("fp8-low", message, low[0].sources[0].name, "serve with VLLM_USE_DEEP_GEMM_E8M0=0")
+    if not unproved:
+        return Problem("fp8-fits", f"the scales of all {len(weights):,} weights show that they are exact in FP8")
+    of = f"{len(unproved):,} of {len(weights):,} weights"
+    message = f"the scales of {of} leave open whether they are exact in FP8; their elements decide"
+    return Problem("fp8-open", message, unproved[0].sources[0].name, "the conversion refuses what is not, and names the place")
+
+
+def _scales_by(rule: Rule, plan: Plan) -> Iterator[Recoded]:
+    """Yield the scales that are coded again by a rule; by `Rule.FP8` every weight has some."""
+    changes = (t.change for shard in plan.shards for t in shard.tensors)
+    return (c for c in changes if isinstance(c, Recoded) and c.rule is rule and c.is_scale)

@@ -168,7 +168,7 @@ class Conversion:
         found = notes(self.plan)
         recodes = any(isinstance(t.change, Recoded) for shard in self.plan.shards for t in shard.tensors)
         if recodes and has_torch() and not self.request.part:
-            from fse_convert.conversion.fp8_precheck import fit_note
+            from fse_convert.conversion.recoding import fit_note
 
             with environment(self.request.source):
                 fits = fit_note(self.plan)

@@ -203,7 +203,6 @@ def plan_record(plan: Plan, notes: Sequence[Problem], **done: Any) -> Conversion
             for s in plan.shards
         ],
         sidecar=[fill(SidecarRecord, s, tensors=len(s.kernel_tensors) or len(s.tensors)) for s in (*plan.sidecar, *plan.originals)],
-        changes=[fill(ChangeRecord, change) for change in decision.changes],
         server=options.server and fill(ServerRecord, decision.server, target=options.server.name, fused_layers=fused),
         notes=notes,
         **done,

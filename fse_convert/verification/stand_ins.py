@@ -8,6 +8,7 @@ config.json are taken from the plan: to list again which keys servers read would
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from fse_convert.checkpoint.header import E8M0_DTYPES, TensorInfo
 from fse_convert.model.description import ExpertGroup, LayerDescription
@@ -19,8 +20,6 @@ from fse_convert.plan.tensors import Copied, Recoded, Rule, TensorSpec
 
 Tensors = dict[str, tuple[TensorSpec, ...]]
 """By the name of a source tensor, what must stand in its place."""
-Pair = tuple[str, TensorInfo, TensorInfo]
-"""Name, weight and scale of a module."""
 GROUP = 32
 """Elements of a row that share a scale in MXFP4."""
 SCALE_NAMES = ("scale", "weight_scale", "weight_scale_inv")
@@ -125,25 +124,17 @@ def _mxfp4(module: str, weight: TensorInfo, scale: TensorInfo | None, block: tup
     return {weight.name: both} if scale is None else {weight.name: both[:1], scale.name: both[1:]}
 
 
-def _weight_labels(source: Source) -> Found:
-    for _, weight, _ in _packed_pairs(source):
-        yield from _relabelled(weight, weight.name, "U8")
+def _labels(source: Source, *, of_scales: bool) -> Found:
+    """Label as bytes the weights or scales of modules that are MXFP4 by their headers: a byte of scale for 16 bytes of codes."""
+    for _, weight, scale in _pairs(source):
+        packed = weight.dtype in PACKED and scale.dtype in E8M0_DTYPES
+        if packed and scale.shape == (weight.shape[0], 2 * weight.shape[1] // GROUP):
+            info = scale if of_scales else weight
+            yield from _relabelled(info, info.name, "U8")
 
 
-def _scale_labels(source: Source) -> Found:
-    for _, _, scale in _packed_pairs(source):
-        yield from _relabelled(scale, scale.name, "U8")
-
-
-def _packed_pairs(source: Source) -> Iterator[Pair]:
-    """Yield the modules that are MXFP4 by their headers: a byte of scale for 16 bytes of codes."""
-    for pair in _pairs(source):
-        _, weight, scale = pair
-        if weight.dtype in PACKED and scale.dtype in E8M0_DTYPES and scale.shape == (weight.shape[0], 2 * weight.shape[1] // GROUP):
-            yield pair
-
-
-def _pairs(source: Source) -> Iterator[Pair]:
+def _pairs(source: Source) -> Iterator[tuple[str, TensorInfo, TensorInfo]]:
+    """Yield name, weight and scale of every module that has both."""
     tensors = source.checkpoint.tensors
     for name, weight in tensors.items():
         module, _, part = name.rpartition(".")
@@ -161,7 +152,7 @@ RULES: Mapping[str, Callable[[Source], Found]] = {
     "routed-fp8": _routed_fp8,
     "shared-mxfp4": _shared_mxfp4,
     "heal-fp8-scales": _fp8_scales,
-    "heal-quark-scale-labels": _scale_labels,
-    "heal-quark-weight-labels": _weight_labels,
+    "heal-quark-scale-labels": partial(_labels, of_scales=True),
+    "heal-quark-weight-labels": partial(_labels, of_scales=False),
 }
 """What each change of format does to tensors; those of config.json alone are not here."""

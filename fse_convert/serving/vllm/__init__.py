@@ -22,17 +22,13 @@ def register() -> None:
     Rule: vLLM 0.33 plugins/__init__.py:18 and model_executor/model_loader/__init__.py:66 (both the same since 0.29).
     """
     try:
-        _register()
+        from vllm.model_executor import model_loader
+
+        from fse_convert.serving.vllm.loader import FseModelLoader
+
+        known = vars(model_loader).get("_LOAD_FORMAT_TO_MODEL_LOADER", {})
+        if known.get(LOAD_FORMAT) is not FseModelLoader:  # a second registration would be warned of
+            model_loader.register_model_loader(LOAD_FORMAT)(FseModelLoader)
     except MOVED as e:
         text = "this vLLM is not known to fse-convert; --load-format %s is not available (%s: %s)"
         logger.warning(text, LOAD_FORMAT, type(e).__name__, e)
-
-
-def _register() -> None:
-    from vllm.model_executor import model_loader
-
-    from fse_convert.serving.vllm.loader import FseModelLoader
-
-    known = vars(model_loader).get("_LOAD_FORMAT_TO_MODEL_LOADER", {})
-    if known.get(LOAD_FORMAT) is not FseModelLoader:  # a second registration would be warned of
-        model_loader.register_model_loader(LOAD_FORMAT)(FseModelLoader)

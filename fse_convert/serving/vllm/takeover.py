@@ -80,7 +80,9 @@ class Takeover:
         self._parts: dict[str, set[KernelTensorName]] = {block.name: set() for block in self.blocks}
         self._check_model(model)
         for block in self.blocks:
-            self._check_block(block)
+            self._check_width(block, padded_routed(block.experts.intermediate_size, self.target))
+            if block.slots and not _kernel_takes_shared(block.experts):
+                refuse("kernel-api", "the installed DeepGEMM takes no shared experts", block.name, WITHOUT)
 
     def _check_model(self, model: nn.Module) -> None:
         if not self.blocks:
@@ -94,11 +96,6 @@ class Takeover:
                 "the log says"
             )
             refuse("not-fused", message, apart[0], WITHOUT)
-
-    def _check_block(self, block: Block) -> None:
-        self._check_width(block, padded_routed(block.experts.intermediate_size, self.target))
-        if block.slots and not _kernel_takes_shared(block.experts):
-            refuse("kernel-api", "the installed DeepGEMM takes no shared experts", block.name, WITHOUT)
 
     def _check_width(self, block: Block, routed_width: int) -> None:
         self.sidecar.check(
