@@ -1,4 +1,4 @@
-"""Tensors in the format that they had in the source: relabelled, decoded exactly, or taken from the originals in ``fse/``."""
+"""Tensors as the source had them: cut, relabelled, decoded exactly, or taken from the originals in ``fse/``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fse_convert.checkpoint.header import E8M0_DTYPES, Header, TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout.sizes import GROUP, ceil_div
-from fse_convert.restoration.tensors import CHUNK, Bytes, TensorFile, unlike
+from fse_convert.restoration.tensors import CHUNK, Bytes, TensorFile, unlike, without_padding
 from fse_convert.sidecar.tensors import original_name
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class Recipe:
 
     ``stored``: in the output's shard, or where ``kept`` among the originals. ``scale``: the F32 block scales of FP8 codes;
     ``groups``: the source's scales of their MXFP4 groups, among the originals; None for what does not come back from FP8 codes.
+    ``stretches``: of bytes, in which a tensor was padded; 0 for others.
     """
 
     source: TensorInfo
@@ -30,6 +31,7 @@ class Recipe:
     kept: bool = False
     scale: TensorInfo | None = None
     groups: TensorInfo | None = None
+    stretches: int = 0
 
     @property
     def as_is(self) -> bool:
@@ -105,7 +107,9 @@ class _Stored:
 
 def restored(recipe: Recipe, output: TensorFile, kept: TensorFile | None) -> Iterator[Bytes]:
     """Yield the bytes of one source tensor, in file order. Raises VerificationFailure for what no source can have become."""
-    if recipe.kept and kept:
+    if recipe.stretches:
+        yield from without_padding(output, recipe.stored, recipe.source.shape, recipe.stretches)
+    elif recipe.kept and kept:
         yield from kept.pieces(recipe.stored)
     elif recipe.scale and recipe.groups and kept:
         yield from _codes(recipe.stored, _exponents(recipe.scale, output), kept.whole(recipe.groups), output)

@@ -33,7 +33,7 @@ from fse_convert.output.overwrite import check_output
 from fse_convert.output.staging import Staging, reading, stage
 from fse_convert.progress import Event, Observer, Phase, Work
 from fse_convert.restoration.formats import Recipe, recipes, restored
-from fse_convert.restoration.tensors import Bytes, TensorFile, unlike, without_padding
+from fse_convert.restoration.tensors import Bytes, TensorFile, unlike
 from fse_convert.sidecar.manifest import damaged_manifest, read_manifest, stretches
 from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
 from fse_convert.sidecar.reader import read_shards
@@ -118,7 +118,7 @@ class Restoration:
             files=files,
             bytes=sum(stamp.size for stamp in self.staged.values()),
             tensors=sum(len(self.recipes.get(s.name, s.header.tensors)) for s in self.checkpoint.shards),
-            recoded=sum(not recipe.as_is for changed in self.recipes.values() for recipe in changed),
+            recoded=sum(not (recipe.as_is or recipe.stretches) for changed in self.recipes.values() for recipe in changed),
             unpadded=len(self.manifest.padded.keys() & self.checkpoint.tensors.keys()),
             digests=self.manifest.tensors is not None,
             edited=tuple(sorted(self.edited)),
@@ -128,7 +128,7 @@ class Restoration:
         """Return the bytes that the original takes; a shard without padding may share those of the output. Raises OSError."""
         shards = self.checkpoint.shards
         shared = way(self.folder.path(shards[0].name), existing_home(self.original), self.link) in SHARED
-        free = {s.name for s in shards if shared and not self._is_padded(s) and s.name not in self.recipes}
+        free = {s.name for s in shards if shared and s.name not in self.recipes}
         sizes = {name: identity.size for name, identity in self.manifest.source.shards.items()}
         return sum(n for name, n in sizes.items() if name not in free) + sum(self.folder.files[n] for n in self.others)
 
@@ -149,47 +149,41 @@ class Restoration:
 
     def _totals(self) -> tuple[int, int]:
         """Return the bytes of the original's tensors, and the elements that padding added to them."""
-        total = sum(recipe.source.nbytes for changed in self.recipes.values() for recipe in changed)
-        added = 0
-        for t in (t for s in self.checkpoint.shards if s.name not in self.recipes for t in s.header.tensors):
-            shape = self._source_shape(t)
-            total += prod(shape) * BITS[t.dtype] // 8
-            added += prod(t.shape) - prod(shape)
-        return total, added
+        changed = [recipe for recipes in self.recipes.values() for recipe in recipes]
+        as_stored = sum(s.header.payload for s in self.checkpoint.shards if s.name not in self.recipes)
+        added = sum(prod(r.stored.shape) - prod(r.source.shape) for r in changed if r.stretches)
+        return as_stored + sum(r.source.nbytes for r in changed), added
 
-    def _source_shape(self, t: TensorInfo) -> tuple[int, ...]:
-        return tuple(self.manifest.padded.get(t.name, t.shape))
-
-    def _stretches(self, t: TensorInfo) -> int:
-        """Return in how many stretches a tensor was padded. Raises VerificationFailure for shapes that padding does not lead to."""
+    def _unpadded(self, t: TensorInfo) -> Recipe:
+        """Return the way back of a tensor of a padded shard. Raises VerificationFailure for a shape that padding cannot give."""
+        shape = tuple(self.manifest.padded.get(t.name, t.shape))
+        source = t._replace(shape=shape, end=t.start + prod(shape) * BITS[t.dtype] // 8)
         recorded = {} if self.manifest.stretches is UNSET else self.manifest.stretches
         try:
-            return recorded[t.name] if t.name in recorded else stretches(self._source_shape(t), t.shape)
+            count = recorded[t.name] if t.name in recorded else stretches(shape, t.shape)
         except ValueError as e:
             raise unlike("tensor-shape", f"{t.shard}: {t.name}", str(e)) from e
+        return Recipe(source=source, stored=t, stretches=count if t.name in self.manifest.padded else 0)
 
     def _restore_shard(self, shard: Shard, staging: Staging, observe: Observer) -> str:
-        """Cut the padding out of one shard, or carry it over when it has none; return how."""
+        """Undo what changed in one shard, or carry it over when nothing did; return how."""
         identity = self.manifest.source.shards.get(shard.name)
         if identity is None:
             raise unlike("shard-unknown", shard.name, "the manifest does not list this shard")
         target = staging.path(shard.name)
-        if shard.name in self.recipes:
-            header = self._derive(shard.name, identity.header_sha256, ())
-            self._write(shard.name, header, self._restored(shard, observe), staging)
-            how = "format restored"
-        elif self._is_padded(shard):
-            tensors = [(t.name, t.dtype, self._source_shape(t)) for t in shard.header.tensors]
+        if changed := self.recipes.get(shard.name):
+            tensors = [(r.source.name, r.source.dtype, r.source.shape) for r in changed]
             header = self._derive(shard.name, identity.header_sha256, header_candidates(tensors, shard.header.metadata))
-            self._write(shard.name, header, self._kept(shard, self.folder.path(shard.name), observe), staging)
-            how = "padding removed"
+            self._write(shard.name, header, self._restored(shard, observe), staging)
+            how = "padding removed" if any(r.stretches for r in changed) else "format restored"
         else:
             how = self._carry(shard.name, staging)
             with naming(target), target.open("rb") as f:
                 if sha256(f.read(shard.header.data_start)) != identity.header_sha256:
                     raise unlike("header-unlike", shard.name, "its header is not the original's, though nothing in it was padded")
-            for _ in self._kept(shard, target, observe):
-                pass
+            with self._file(shard.name, target, observe) as file:
+                for _ in (piece for t in shard.header.tensors for piece in file.pieces(t)):
+                    pass  # each is compared with its digest
         size = self.staged[shard.name].size
         if size != identity.size:
             raise unlike("shard-size", shard.name, f"the original has {identity.size} bytes, what was restored has {size}")
@@ -209,11 +203,12 @@ class Restoration:
             raise staging_lost(UNLIKE, target)
 
     def _recipes(self, shard: Shard) -> list[Recipe]:
-        """Find the way back of a shard whose tensors changed in format; empty for others, whose header is not kept."""
+        """Find the way back of a shard that changed, in format or by padding; empty for others."""
         text = self.manifest.source.originals.get(shard.name)
         identity = self.manifest.source.shards.get(shard.name)
         if text is None or identity is None or self.manifest.changes is UNSET:
-            return []
+            tensors = shard.header.tensors
+            return [self._unpadded(t) for t in tensors] if any(t.name in self.manifest.padded for t in tensors) else []
         raw = self._derive(shard.name, identity.header_sha256, ())[LENGTH_BYTES:]
         try:
             header = parse_header(raw, identity.size, shard.name)
@@ -243,9 +238,6 @@ class Restoration:
             raise staging_lost(UNLIKE, staged)
         return how
 
-    def _is_padded(self, shard: Shard) -> bool:
-        return any(t.name in self.manifest.padded for t in shard.header.tensors)
-
     def _staged(self, name: str, staging: Staging) -> Path:
         """Return the path of a staged file that is to be read back: it may not change from here on."""
         self.staged[name] = staging.stamp(name)
@@ -254,12 +246,6 @@ class Restoration:
     def _file(self, name: str, path: Path, observe: Observer) -> TensorFile:
         """Open a file of the output, or its copy at ``path``, to read tensors and compare their digests."""
         return TensorFile(self.shards[name], path, self.manifest.tensors, observe)
-
-    def _kept(self, shard: Shard, path: Path, observe: Observer) -> Iterator[Bytes]:
-        """Yield the bytes of a shard's tensors, but for what padding added to them."""
-        with self._file(shard.name, path, observe) as file:
-            for t in shard.header.tensors:
-                yield from without_padding(file, t, self._source_shape(t), self._stretches(t))
 
     def _derive(self, name: str, digest: str, candidates: Iterable[bytes]) -> bytes:
         """Return an original file or header: kept as text in the manifest, or the candidate with its digest."""
