@@ -20,18 +20,7 @@ from fse_convert.layout.sizes import GROUP
 from fse_convert.model.formats import REQUANTISE, Format
 from fse_convert.model.moe import Role
 from fse_convert.output.copying import copy_range, new_file, write_all, writing_back
-from fse_convert.plan.tensors import (
-    Change,
-    Computed,
-    Copied,
-    Growth,
-    OutputShard,
-    OutputTensor,
-    Padded,
-    Recoded,
-    SharedExpert,
-    Tripwire,
-)
+from fse_convert.plan.tensors import Computed, Copied, Growth, OutputShard, OutputTensor, Padded, Recoded, SharedExpert, Tripwire
 from fse_convert.progress import Advance
 from fse_convert.sidecar.tensors import KernelTensorName
 
@@ -143,7 +132,7 @@ def _runs(tensors: tuple[OutputTensor, ...]) -> Iterator[tuple[OutputTensor, int
     """Yield tensors and their bytes in file order; those that are copied from one stretch of a shard are one, under the first's."""
     run: list[OutputTensor] = []
     for tensor in tensors:
-        if run and not _continues(run[-1].change, tensor.change):
+        if run and not _continues(run[-1], tensor):
             yield run[0], tensor.start - run[0].start
             run = []
         run.append(tensor)
@@ -151,7 +140,8 @@ def _runs(tensors: tuple[OutputTensor, ...]) -> Iterator[tuple[OutputTensor, int
         yield run[0], run[-1].end - run[0].start
 
 
-def _continues(a: Change, b: Change) -> bool:
+def _continues(last: OutputTensor, tensor: OutputTensor) -> bool:
+    a, b = last.change, tensor.change
     return isinstance(a, Copied) and isinstance(b, Copied) and (a.source.shard, a.source.end) == (b.source.shard, b.source.start)
 
 

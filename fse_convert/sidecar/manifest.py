@@ -284,10 +284,7 @@ def own_digest(value: Mapping[str, Any]) -> str:
 
 def read_manifest(folder: Folder) -> Manifest:
     """Read the manifest of an output; see `read_value` for the errors."""
-    try:
-        return consistent(typed(read_value(folder)))
-    except ValueError as e:
-        raise damaged_manifest(str(e)) from e
+    return checked(read_value(folder))
 
 
 def read_value(folder: Folder) -> dict[str, Any]:
@@ -346,10 +343,17 @@ def typed(value: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"not as this version writes it: {e}") from e
 
 
-def consistent(manifest: Manifest) -> Manifest:
-    """Check that a manifest has digests of files and tensors, or neither: servers take what there is. Raises ValueError."""
+def checked(value: Mapping[str, Any]) -> Manifest:
+    """Type JSON values, and check that they have digests of files and tensors, or neither: servers take what there is.
+
+    Raises VerificationFailure.
+    """
+    try:
+        manifest = typed(value)
+    except ValueError as e:
+        raise damaged_manifest(str(e)) from e
     if (manifest.files is None) != (manifest.tensors is None):
-        raise ValueError("not as this version writes it: `files` and `tensors` are not both null or both there")
+        raise damaged_manifest("not as this version writes it: `files` and `tensors` are not both null or both there")
     return manifest
 
 

@@ -94,7 +94,7 @@ def raw_header(folder: Folder, shard: Shard) -> bytes:
 class RecodedExpert:
     """An expert in another format: expert ``number`` of a group of ``layer``. ``lossless``: whether all values stay."""
 
-    name: str
+    prefix: str
     layer: str
     group: ExpertGroup
     number: int

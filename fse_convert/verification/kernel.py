@@ -27,7 +27,7 @@ from fse_convert.model.moe import Role
 from fse_convert.verification.addresses import GROUP, KernelLayout, Rows
 from fse_convert.verification.code_of_one import E8M0_ONE
 from fse_convert.verification.experts import StoredExpert
-from fse_convert.verification.numerics import fused_expert, quantize_input, relative_l2
+from fse_convert.verification.numerics import quantize_input, relative_l2, trace_expert
 
 MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
 """Where DeepGEMM may be, in vLLM's order: sgl-deep-gemm and upstream install the first, vLLM brings the second."""
@@ -144,7 +144,7 @@ def check_kernel(
     """Run the fused kernel on the converted bytes and compare it with level 2.
 
     ``x``: hidden states BF16 ``[t, hidden]``. ``shared``: how many experts the width holds. ``limit``: the model's SwiGLU
-    limit. The output must be close to what `fused_expert` computes of the source; DeepGEMM's own transform of the padded
+    limit. The output must be close to what `trace_expert` computes of the source; DeepGEMM's own transform of the padded
     source must give the same bytes, and the unpadded source the same output bits where the installed contract takes its width.
 
     What DeepGEMM raises (no nvcc for its JIT compiler, a rejected shape) makes the result ``not-run`` with that reason.
@@ -154,7 +154,7 @@ def check_kernel(
         return KernelResult("not-run", probed.reason, {})
     where = torch.device(device)
     check = _Check(module, shared, limit, kernel.to(where), source.to(where), x.to(where))
-    reference = fused_expert(check.x, check.source, limit)
+    reference = trace_expert(check.x, check.source, limit).y
     try:
         check.transform()
         check.output(reference)

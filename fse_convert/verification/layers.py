@@ -120,10 +120,10 @@ def check_layers(
                 elif expert.lossless:
                     result = check_numerics(*sides.stored(expert), x, limit)
                 else:
-                    return measure_expert(expert.name, sides.stored(expert), x, limit)
+                    return measure_expert(expert.prefix, sides.stored(expert), x, limit)
             except ValueError as e:
-                return LayerNumerics(_name(expert), None, str(e))
-            return LayerNumerics(_name(expert), result, result.reason)
+                return LayerNumerics(expert.prefix, None, str(e))
+            return LayerNumerics(expert.prefix, result, result.reason)
 
         with one_torch_thread(), ThreadPoolExecutor(workers) as pool:
             for answer in pool.map(check, experts):
@@ -172,9 +172,5 @@ def _conclude(results: list[tuple[str, KernelResult]], wanted: int, found: Kerne
 
 
 def _choose(experts: Sequence[SomeExpert], sample: Sample | None) -> list[SomeExpert]:
-    names = choose(sample, {"": [_name(e) for e in experts]}) if sample else None
-    return [e for e in experts if names is None or _name(e) in names]
-
-
-def _name(expert: AnyExpert) -> str:
-    return expert.prefix if isinstance(expert, SharedExpert) else expert.name
+    names = choose(sample, {"": [e.prefix for e in experts]}) if sample else None
+    return [e for e in experts if names is None or e.prefix in names]

@@ -24,17 +24,7 @@ from fse_convert.plan.plan import Experts, Options, Plan
 from fse_convert.plan.planner import make_plan
 from fse_convert.plan.source import Source
 from fse_convert.servers.judge import ALL_TARGETS
-from fse_convert.sidecar.manifest import (
-    CHANGE_ARGUMENTS,
-    DIGEST,
-    NOT_ASKED,
-    Manifest,
-    ProofRecord,
-    consistent,
-    damaged_manifest,
-    read_value,
-    typed,
-)
+from fse_convert.sidecar.manifest import CHANGE_ARGUMENTS, DIGEST, NOT_ASKED, Manifest, checked, read_value
 from fse_convert.verification.expected import ExpectedOutput, swiglu_limit
 from fse_convert.verification.findings import (
     ABSENT,
@@ -88,17 +78,30 @@ class OutputManifest:
     @classmethod
     def read(cls, out: LocalFolder) -> OutputManifest:
         """Read it from an output; see `fse_convert.sidecar.manifest.read_value` for the errors."""
-        value = read_value(out)
-        try:
-            return cls.of(value)
-        except ValueError as e:
-            raise damaged_manifest(str(e)) from e
+        return cls.of(read_value(out))
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> OutputManifest:
-        """Type JSON values. Raises ValueError, which names the JSON path."""
-        proof = ProofRecord(storage=NOT_ASKED, numerics=NOT_ASKED, kernel=NOT_ASKED)
-        return cls(consistent(typed({**value, "server": None, "proof": msgspec.to_builtins(proof)})), value)
+        """Type JSON values. Raises VerificationFailure, which names the JSON path."""
+        proof = dict.fromkeys(("storage", "numerics", "kernel"), NOT_ASKED)
+        return cls(checked({**value, "server": None, "proof": proof}), value)
+
+    @property
+    def kernel_note(self) -> str:
+        """What it says of the kernel level if it says that it passed, for people; empty otherwise."""
+        kernel = self.level("kernel")
+        if kernel.get("status") != "passed":
+            return ""
+        layers, device, version = (short(kernel.get(key)).strip('"') for key in ("layers", "device", "deep_gemm"))
+        return f"passed for {layers} layers on {device}, DeepGEMM {version}"
+
+    @property
+    def tool_note(self) -> str:
+        """That another version wrote it; empty where this version did."""
+        version = self.content.tool.version
+        if version == fse_convert.__version__:
+            return ""
+        return f"written by fse-convert {short(version)}, compared with what {fse_convert.__version__} would write"
 
 
 def expected_output(manifest: OutputManifest, source: Source, plan: Plan | None, findings: Findings) -> ExpectedOutput | None:
@@ -272,7 +275,7 @@ def _expected_numerics(expected: ExpectedOutput) -> dict[str, Any]:
     recoded = tuple(expected.recoded)
     lossy = [e for e in recoded if not e.lossless]
     matrices = {name: dict.fromkeys(FIGURES, A_FIGURE) for e in lossy for name in e.modules}
-    losses = {"matrices": matrices, "outputs": dict.fromkeys((e.name for e in lossy), A_FIGURE)} if lossy else {}
+    losses = {"matrices": matrices, "outputs": dict.fromkeys((e.prefix for e in lossy), A_FIGURE)} if lossy else {}
     return numerics_record(expected.computed_layers, swiglu_limit(expected.source), len(recoded), losses)
 
 
@@ -330,19 +333,3 @@ def loss_record(losses: Iterable[ExpertLoss]) -> dict[str, dict[str, Any]]:
         return {}
     matrices = {name: m.figures for loss in held for name, m in loss.matrices.items()}
     return {"matrices": matrices, "outputs": {loss.name: loss.output for loss in held}}
-
-
-def kernel_note(manifest: OutputManifest) -> str:
-    """Return what a manifest says of the kernel level if it says that it passed, for people; empty otherwise."""
-    kernel = manifest.level("kernel")
-    if kernel.get("status") != "passed":
-        return ""
-    layers, device, version = (short(kernel.get(key)).strip('"') for key in ("layers", "device", "deep_gemm"))
-    return f"passed for {layers} layers on {device}, DeepGEMM {version}"
-
-
-def tool_note(manifest: Manifest) -> str:
-    """Say that another version wrote a manifest; empty where this version did."""
-    if manifest.tool.version == fse_convert.__version__:
-        return ""
-    return f"written by fse-convert {short(manifest.tool.version)}, compared with what {fse_convert.__version__} would write"

@@ -142,25 +142,19 @@ class Trace:
 
     @property
     def y(self) -> Tensor:
-        """Return the output as the kernel writes it: BF16 ``[t, h]``."""
+        """Return the output as the kernel writes it for tokens without routed experts: BF16 ``[t, h]``."""
         return self.output.float().bfloat16()
 
 
 def trace_expert(x: Tensor, weights: AnyExpert, limit: float | None = None) -> Trace:
-    """Compute the fused expert for ``x`` BF16 ``[t, h]`` and keep every stage; memory grows with ``t``."""
+    """Compute the fused expert for ``x`` BF16 ``[t, h]``, on the device of ``weights``, and keep every stage.
+
+    ``limit``: the model's SwiGLU limit, None for none. Memory grows with ``t``.
+    """
     quantized = quantize_input(x)
     gate, up = (_linear(quantized, weights, role) for role in (Role.GATE, Role.UP))
     codes, scale = requantize(swiglu(gate.float().bfloat16(), up.float().bfloat16(), limit))
     return Trace(gate, up, codes, scale, _linear((codes, scale), weights, Role.DOWN))
-
-
-def fused_expert(x: Tensor, weights: AnyExpert, limit: float | None = None) -> Tensor:
-    """Compute what the kernel returns for tokens without routed experts.
-
-    ``x`` BF16 ``[t, h]``, on the device of ``weights``. Returns BF16 ``[t, h]``. ``limit``: the model's SwiGLU limit,
-    None for none.
-    """
-    return trace_expert(x, weights, limit).y
 
 
 @dataclass(frozen=True)

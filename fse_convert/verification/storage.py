@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from fse_convert.checkpoint.editable_files import is_editable
+from fse_convert.checkpoint.encoding import encode_header, header_entries
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import MANIFEST, SIDECAR
 from fse_convert.checkpoint.reader import Checkpoint, Shard, read_checkpoint
@@ -31,15 +32,7 @@ from fse_convert.sidecar.tensors import K_PER_WORD, shard_metadata
 from fse_convert.torch_threads import one_torch_thread
 from fse_convert.verification.addresses import GROUP
 from fse_convert.verification.compare import FileReport, InputFiles, Piece, SourceTensors, walk
-from fse_convert.verification.expected import (
-    TORCH,
-    ExpectedFile,
-    ExpectedOutput,
-    ExpectedTensor,
-    kernel_experts,
-    kernel_tensors,
-    wire,
-)
+from fse_convert.verification.expected import TORCH, ExpectedOutput, kernel_experts, kernel_tensors, wire
 from fse_convert.verification.expected_bytes import Comparison, plain_pieces, shard_pieces
 from fse_convert.verification.experts import StoredExpert
 from fse_convert.verification.files import (
@@ -54,14 +47,7 @@ from fse_convert.verification.files import (
     refusals,
 )
 from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, choose, text_mismatches
-from fse_convert.verification.manifest import (
-    OutputManifest,
-    digest_mismatches,
-    expected_output,
-    kernel_note,
-    proof_mismatches,
-    tool_note,
-)
+from fse_convert.verification.manifest import OutputManifest, digest_mismatches, expected_output, proof_mismatches
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read at a time: each keeps one core busy with comparing and one with SHA-256."""
@@ -97,7 +83,7 @@ def prove_storage(
     the conversion that wrote the output, or from planning again. Raises OSError, EOFError; never for what the output holds.
     """
     out, manifest, findings = output.folder, output.manifest, Findings(strict=output.strict)
-    nothing = StorageResult("source", findings, output.sample, kernel_in_manifest=kernel_note(manifest))
+    nothing = StorageResult("source", findings, output.sample, kernel_in_manifest=manifest.kernel_note)
     expected = expected_output(manifest, source, plan, findings)
     if expected is None:
         return nothing, None
@@ -133,8 +119,8 @@ def prove_alone(output: Output, observe: Observer = ignore) -> StorageResult:
     experts = kernel_experts(source.description, verdicts, manifest.model.shared_kernel_width)
     for shards, metadata in ((kept, TORCH), (sidecar, shard_metadata(manifest.contract_name))):
         for shard in shards:
-            own = tuple(ExpectedTensor(t.name, t.dtype, t.shape, t) for t in shard.header.tensors)
-            findings.add(*header_mismatches(out, shard, ExpectedFile(own, metadata).header(out)))
+            entries = header_entries((t.name, t.dtype, t.shape) for t in shard.header.tensors)
+            findings.add(*header_mismatches(out, shard, encode_header(entries, metadata)))
     places = {t.name: ("", t) for e in experts for t in kernel_tensors(e)}
     if experts:
         first = wire(checkpoint)
@@ -243,8 +229,8 @@ def _read_back(
         of_tensors=sum(1 for _ in held),
         digests=manifest.content.tensors is not None,
         layers=expected.coverage(sample) if expected else None,
-        remarks=tuple(filter(None, (tool_note(manifest.content), *clutter_notes(output.folder, findings)))),
-        kernel_in_manifest=kernel_note(manifest),
+        remarks=tuple(filter(None, (manifest.tool_note, *clutter_notes(output.folder, findings)))),
+        kernel_in_manifest=manifest.kernel_note,
     )
 
 
