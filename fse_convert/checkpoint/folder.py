@@ -16,6 +16,7 @@ from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, n
 
 LARGEST_WHOLE = 256 << 20
 """Bytes of a file that is read as a whole: an index of a million tensors has 100 MiB."""
+STILL_WRITTEN = "wait until nothing writes to the source, then start again"
 
 
 class Folder(Protocol):
@@ -119,22 +120,15 @@ class LocalFolder:
         now = info or os.stat(self.path(name))
         if Stamp.of(now) != self.stamps[name]:
             message = "this file changed while the checkpoint was being read"
-            raise EnvironmentFailure(
-                Problem("source-changed", message, name, "wait until nothing writes to the source, then start again")
-            )
-
-    def changed(self) -> list[str]:
-        """Return the names of files that changed, came or went since the folder was first looked at. Raises OSError."""
-        now = LocalFolder(self.root).stamps
-        return sorted(n for n in {*now, *self.stamps} if now.get(n) != self.stamps.get(n))
+            raise EnvironmentFailure(Problem("source-changed", message, name, STILL_WRITTEN))
 
     def check_all(self) -> None:
         """Refuse a folder in which a file changed, came or went meanwhile. Raises EnvironmentFailure, OSError."""
-        changed = self.changed()
+        now = LocalFolder(self.root).stamps
+        changed = sorted(n for n in {*now, *self.stamps} if now.get(n) != self.stamps.get(n))
         if changed:
             message = "this file changed, came or went while the checkpoint was being read"
-            hint = "wait until nothing writes to the source, then start again"
-            raise EnvironmentFailure(Problem("source-changed", message, some(changed), hint))
+            raise EnvironmentFailure(Problem("source-changed", message, some(changed), STILL_WRITTEN))
 
     @property
     def odd(self) -> list[str]:

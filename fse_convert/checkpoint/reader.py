@@ -157,9 +157,8 @@ class _CheckpointReader:
     def _metadata(self, index: dict[str, Any] | None) -> dict[str, Any] | None:
         metadata = index.get("metadata") if index else None
         if metadata is not None and not isinstance(metadata, dict):
-            self._problem(
-                "index-invalid", f"metadata is a JSON {type(metadata).__name__}, expected an object", INDEX, "download it again"
-            )
+            message = f"metadata is a JSON {type(metadata).__name__}, expected an object"
+            self._problem("index-invalid", message, INDEX, "download it again")
             return None
         return metadata
 
@@ -302,9 +301,8 @@ class _CheckpointReader:
             if twice and INDEX not in self.unread:  # without an index, leftovers cannot be told from duplicates
                 first = tensors[twice[0]].shard
                 hint = "a server takes whichever it reads last: keep one copy of each (vllm-project/vllm#54230)"
-                self._problem(
-                    "tensor-duplicate", f"holds tensors that {first} or another shard also holds: {some(twice)}", shard.name, hint
-                )
+                message = f"holds tensors that {first} or another shard also holds: {some(twice)}"
+                self._problem("tensor-duplicate", message, shard.name, hint)
             tensors.update(own)
         return tensors
 

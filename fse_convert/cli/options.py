@@ -37,9 +37,8 @@ def json_option(command: Command) -> Command:
         "--json-schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
         help="Print the JSON Schema of that object, and exit.",
     )  # fmt: skip
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also on failure.")(
-        schema(command)
-    )
+    answer = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also on failure.")
+    return answer(schema(command))
 
 
 def _print_schema(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

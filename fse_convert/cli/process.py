@@ -84,9 +84,8 @@ def _run(args: list[str]) -> int:
         return CLOSED_PIPE
     except OSError as e:
         _silence(sys.stdout)
-        problem = Problem(
-            "output-lost", f"the result could not be printed: {e.strerror or e}", "stdout", "what was written to disk is there"
-        )
+        message = f"the result could not be printed: {e.strerror or e}"
+        problem = Problem("output-lost", message, "stdout", "what was written to disk is there")
         return _fail(EnvironmentFailure(problem), log, form="")
     except Exception as e:  # noqa: BLE001 - the last resort: a bug is told, not thrown
         hint = f"please report it with what {DEBUG}=1 shows; the source was not changed"

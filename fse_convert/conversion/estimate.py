@@ -56,9 +56,8 @@ def estimate(plan: Plan, level: Level, workers: int, *, way: str, part: Collecti
     written = sum(f.written for f in files)
     read = sum(f.read for f in files) + written  # what was written is hashed once it is on disk
     if proved:
-        read += sum(sizes[name] for name in plan.source.checkpoint.files) + sum(
-            s.size for s in (*plan.shards, *plan.sidecar, *plan.originals)
-        )
+        read += sum(sizes[name] for name in plan.source.checkpoint.files)
+        read += sum(s.size for s in (*plan.shards, *plan.sidecar, *plan.originals))
     memory = workers * PER_WORKER + (NUMERICS if proved and level.rank >= Level.NUMERICS.rank else 0)
     return Estimate(files=files, disk=written, free=0, memory=memory, read=read, written=written)
 

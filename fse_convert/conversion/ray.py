@@ -84,9 +84,8 @@ def reach(address: str) -> None:
 
 
 def _unreachable(address: str, why: str) -> EnvironmentFailure:
-    return EnvironmentFailure(
-        Problem("no-cluster", f"no Ray cluster answers: {why}", f"--ray {address}", "start one with: ray start --head")
-    )
+    hint = "start one with: ray start --head"
+    return EnvironmentFailure(Problem("no-cluster", f"no Ray cluster answers: {why}", f"--ray {address}", hint))
 
 
 def _result(ray: ModuleType, finished: Any) -> dict[str, str]:

@@ -36,9 +36,8 @@ def check_replaceable(out: Path) -> None:
     """Refuse to replace anything but an output of this tool or an empty folder, and a mount point. Raises UsageError."""
     if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
         hint = "remove it yourself if that is what you want"
-        raise UsageError(
-            Problem("output-foreign", "--overwrite replaces only an output of fse-convert or an empty folder", str(out), hint)
-        )
+        message = "--overwrite replaces only an output of fse-convert or an empty folder"
+        raise UsageError(Problem("output-foreign", message, str(out), hint))
     foreign = _foreign(out)
     if foreign:
         message = f"--overwrite would delete files that the conversion did not write: {some(foreign)}"

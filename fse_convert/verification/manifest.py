@@ -46,9 +46,7 @@ from fse_convert.verification.padded import Padded
 READ_BACK_KEYS = ("proof", "files", "tensors", DIGEST)
 """Keys that a conversion adds after it has read its output back, in their order."""
 FIGURES = tuple(f.name for f in fields(MatrixLoss))
-A_FIGURE = Like(
-    f"a number of {DIGITS} digits", lambda value: isinstance(value, float) and isfinite(value) and value == rounded(value)
-)
+A_FIGURE = Like(f"a number of {DIGITS} digits", lambda x: isinstance(x, float) and isfinite(x) and x == rounded(x))
 A_TEXT = Like("a text", lambda value: isinstance(value, str))
 NOTHING_TO_RUN_ON = {"status": "not-run", "reason": NO_LAYERS}
 

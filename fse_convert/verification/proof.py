@@ -178,6 +178,5 @@ def refuse_failed(proof: Proof) -> None:
         problems.append(Problem("kernel-mismatch", proof.kernel.reason))
     hint = "nothing was published: run again; if it fails again, check the disk and report it"
     count = f"{findings.count} mismatches" if findings.count else "wrong numbers"
-    raise VerificationFailure(
-        *problems, Problem("proof-failed", f"what was written is not what the source demands: {count}", hint=hint)
-    )
+    message = f"what was written is not what the source demands: {count}"
+    raise VerificationFailure(*problems, Problem("proof-failed", message, hint=hint))
