@@ -367,7 +367,7 @@ def _storage(result: StorageResult) -> StorageRecord:
 
 def _numerics(summary: NumericsSummary) -> NumericsRecord:
     layers = [fill(NumericsLayerRecord, n, n.result, status="passed" if n.passed else "failed") for n in summary.layers]
-    losses = [fill(LossRecord, loss, matrices={name: m.figures for name, m in loss.matrices.items()}) for loss in summary.losses]
+    losses = [fill(LossRecord, loss, matrices={name: m._asdict() for name, m in loss.matrices.items()}) for loss in summary.losses]
     return fill(NumericsRecord, summary, summary.coverage, tokens=TOKENS, seed=SEED, layers=layers, losses=losses or UNSET)
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ GATES: Mapping[str, tuple[float, float]] = {
 """Least and greatest figure that ordinary weights have: normal, Laplace and Student-t ones in BF16 and FP8 were measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixLoss:
+class MatrixLoss(NamedTuple):
     """How a rounded matrix ``q`` differs from its source ``v``.
 
     ``relative_l2``: ``|q - v| / |v|``. ``norm_ratio``: ``|q| / |v|``. ``projection``: ``<q, v> / |v|**2``. ``saturated``: the share
@@ -45,14 +45,10 @@ class MatrixLoss:
     flushed: float
 
     @property
-    def figures(self) -> dict[str, float]:
-        """The figures by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @property
     def unusual(self) -> dict[str, float]:
         """The figures that ordinary weights do not have."""
-        return {name: self.figures[name] for name, (low, high) in GATES.items() if not low <= self.figures[name] <= high}
+        figures = self._asdict()
+        return {name: figures[name] for name, (low, high) in GATES.items() if not low <= figures[name] <= high}
 
 
 @dataclass(frozen=True, slots=True)

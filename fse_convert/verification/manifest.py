@@ -7,7 +7,7 @@ own layers. Padding and config edits are those that `fse_convert.verification.ex
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -45,7 +45,6 @@ from fse_convert.verification.padded import Padded
 
 READ_BACK_KEYS = ("proof", "files", "tensors", DIGEST)
 """Keys that a conversion adds after it has read its output back, in their order."""
-FIGURES = tuple(f.name for f in fields(MatrixLoss))
 A_FIGURE = Like(f"a number of {DIGITS} digits", lambda x: isinstance(x, float) and isfinite(x) and x == rounded(x))
 A_TEXT = Like("a text", lambda value: isinstance(value, str))
 NOTHING_TO_RUN_ON = {"status": "not-run", "reason": NO_LAYERS}
@@ -272,7 +271,7 @@ def _expected_numerics(expected: ExpectedOutput) -> dict[str, Any]:
     """Accept figures of what was rounded that could be such; whether they are right, `figure_mismatches` tells."""
     recoded = tuple(expected.recoded)
     lossy = [e for e in recoded if not e.lossless]
-    matrices = {name: dict.fromkeys(FIGURES, A_FIGURE) for e in lossy for name in e.modules}
+    matrices = {name: dict.fromkeys(MatrixLoss._fields, A_FIGURE) for e in lossy for name in e.modules}
     losses = {"matrices": matrices, "outputs": dict.fromkeys((e.prefix for e in lossy), A_FIGURE)} if lossy else {}
     return numerics_record(expected.computed_layers, swiglu_limit(expected.source), len(recoded), losses)
 
@@ -329,5 +328,5 @@ def loss_record(losses: Iterable[ExpertLoss]) -> dict[str, dict[str, Any]]:
     held = tuple(losses)
     if not held:
         return {}
-    matrices = {name: m.figures for loss in held for name, m in loss.matrices.items()}
+    matrices = {name: m._asdict() for loss in held for name, m in loss.matrices.items()}
     return {"matrices": matrices, "outputs": {loss.name: loss.output for loss in held}}

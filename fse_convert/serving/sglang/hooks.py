@@ -6,7 +6,7 @@ The hooks share one `State`. Sources: paths below ``sglang/srt/`` of release 0.5
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,17 +196,13 @@ def server_target() -> Target:
 
 
 def after_load(_result: Any, model: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Log which layers are fused, which SGLang does not, and what was freed; close ``fse/``. AFTER `AFTER_LOAD`."""
-    layers = modules.fused_layers(model)
+    """Log how many MoE layers are fused, from where, and the bytes freed; close ``fse/``. AFTER `AFTER_LOAD`."""
+    layers, load = modules.fused_layers(model), state.load
     for sidecar in state.sidecars.values():
         if sidecar is not None:
             sidecar.close()
-    if layers:
-        report(layers, state.load)
-
-
-def report(layers: Mapping[str, bool], load: Load | None) -> None:
-    """Log one line: how many MoE layers have their shared experts fused, from where, and the bytes freed."""
+    if not layers:
+        return
     fused = sum(layers.values())
     freed = (load.freed if load else 0) / 2**30
     taken = len(load.from_sidecar) if load else 0
