@@ -125,7 +125,7 @@ def _load(raw: bytes, shard: str) -> dict[str, Any]:
         entry = dict(pairs)
         if len(entry) != len(pairs):
             names = [k for k, _ in pairs]
-            raise _DuplicateKey(next(n for n in names if names.count(n) > 1))
+            raise KeyError(next(n for n in names if names.count(n) > 1))
         return entry
 
     # "-0" is an integer for Python and a float for the library.
@@ -134,8 +134,8 @@ def _load(raw: bytes, shard: str) -> dict[str, Any]:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_parse_constant, parse_int=parse_int)
         if b"\\u" in raw:  # half a surrogate pair, wherever it stands, is not JSON for the library
             json.dumps(entries, ensure_ascii=False).encode("utf-8")
-    except _DuplicateKey as e:
-        _refuse("header-duplicate", f"{shard}: {e}", "the header lists this key twice", "rewrite the shard")
+    except KeyError as e:
+        _refuse("header-duplicate", f"{shard}: {e.args[0]}", "the header lists this key twice", "rewrite the shard")
     except (ValueError, RecursionError) as e:
         _refuse("header-json", shard, f"the header is not valid JSON: {e}", RELOAD)
     if not isinstance(entries, dict):
@@ -148,10 +148,6 @@ def _parse_constant(text: str) -> NoReturn:
 
 
 _PLAIN = msgspec.json.Decoder(dict[str, dict[str, Any]], float_hook=_parse_constant)
-
-
-class _DuplicateKey(Exception):
-    pass
 
 
 def _parse_int(text: str) -> int:

@@ -29,13 +29,12 @@ def card(out: Path, repo: str, base: str) -> None:
     """
     from fse_convert.checkpoint.folder import LocalFolder
     from fse_convert.errors import environment
-    from fse_convert.report.card import Published
     from fse_convert.report.card import card as section
     from fse_convert.report.log import Log
     from fse_convert.sidecar.manifest import read_manifest
 
     with environment(out):
         manifest = read_manifest(LocalFolder(out))
-    click.echo(section(Published(manifest=manifest, folder=out, repo=repo, base=base)), nl=False)
+    click.echo(section(manifest, out, repo, base), nl=False)
     if repo:
         Log().done(shlex.join(["fse-convert", "verify", str(out)]), shlex.join(["hf", "upload", repo, str(out)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +25,19 @@ MEND = "A defect of `config.json` or of labels was mended, no value of the model
 """What all other changes did."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """An output under its name: the folder it lies in, its own repository and its base model on the Hub, empty if not known.
+def card(manifest: Manifest, folder: Path, repo: str = "", base: str = "") -> str:
+    """Return the section of an output in ``folder`` as Markdown.
 
-    ``base``: ``org/name`` or ``org/name@revision``.
+    ``repo``: its own repository on the Hub; ``base``: its base model, ``org/name`` or ``org/name@revision``; empty if not known.
     """
-
-    manifest: Manifest
-    folder: Path
-    repo: str = ""
-    base: str = ""
-
-
-def card(published: Published) -> str:
-    """Return the section as Markdown."""
-    manifest, name = published.manifest, published.repo.rpartition("/")[2] or published.folder.resolve().name
-    target, place = _target(manifest), shlex.quote(name)
-    (model, _, revision), fse = published.base.partition("@"), manifest.contract is not None
+    target, place = _target(manifest), shlex.quote(repo.rpartition("/")[2] or folder.resolve().name)
+    (model, _, revision), fse = base.partition("@"), manifest.contract is not None
     return template("card.md.j2").render(
         manifest=manifest,
-        base=published.base,
+        base=base,
         base_url=f"https://huggingface.co/{model}{f'/tree/{revision}' if revision else ''}",
-        source=f"hf://{published.base}" if published.base else "CHECKPOINT",
-        repo=published.repo,
+        source=f"hf://{base}" if base else "CHECKPOINT",
+        repo=repo,
         place=place,
         changes=list(_changes(manifest)),
         proof={level: _level(getattr(manifest.proof, level)) for level in ("storage", "numerics", "kernel")},
