@@ -114,9 +114,9 @@ def test_how_many_experts_is_not_known_before_they_were_computed(changed: Change
 
 def test_experts_that_are_computed(changed: Changed) -> None:
     """One routed expert of every layer and the shared ones: the same whatever is sampled elsewhere."""
-    names = [e.name for e in ExpectedOutput.of(planned(*changed(ROUTED))).recoded]
+    names = [e.prefix for e in ExpectedOutput.of(planned(*changed(ROUTED))).recoded]
     assert names == ["layers.0.ffn.experts.1", "layers.0.ffn.shared_experts", "mtp.0.ffn.experts.0", "mtp.0.ffn.shared_experts"]
-    assert [e.name for e in ExpectedOutput.of(planned(*changed(SHARED))).recoded] == ["layers.0.ffn.shared_experts"]
+    assert [e.prefix for e in ExpectedOutput.of(planned(*changed(SHARED))).recoded] == ["layers.0.ffn.shared_experts"]
 
 
 @pytest.mark.parametrize("expert", ["experts.1", "shared_experts"])
