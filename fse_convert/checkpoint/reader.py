@@ -335,9 +335,8 @@ class _CheckpointReader:
 
 def parse_object(raw: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON file that holds one object. Raises InvalidCheckpoint, which says what the file is instead."""
-    message = hint = ""
-    value = None
     mark = next((encoding for encoding, start in MARKS.items() if raw.startswith(start)), None)
+    hint = "download it again"
     if raw.startswith(LFS_POINTER):
         raise InvalidCheckpoint(Problem("lfs-pointer", "this is a Git LFS pointer, not the file", name, LFS_HINT))
     if mark:
@@ -348,10 +347,10 @@ def parse_object(raw: bytes, name: str) -> dict[str, Any]:
         except (ValueError, RecursionError) as e:
             message = f"not valid JSON: {e}"
         else:
+            if isinstance(value, dict):
+                return value
             message = f"a JSON {type(value).__name__}, expected an object"
-    if not isinstance(value, dict):
-        raise InvalidCheckpoint(Problem("json-invalid", message, name, hint or "download it again"))
-    return value
+    raise InvalidCheckpoint(Problem("json-invalid", message, name, hint))
 
 
 def _no_weights(left: Mapping[str, Kind]) -> tuple[str, str]:

@@ -15,17 +15,13 @@ from fse_convert.checkpoint.left_out import Kind
 from fse_convert.checkpoint.names import INDEX
 from fse_convert.errors import Problem, some
 
+IGNORED = "servers that read the index ignore it"
 LEFTOVER = Kind(
     "shards that the index does not list, with the names and shapes of tensors that stand in listed ones",
-    "a leftover: servers that read the index ignore it; compare the bytes before you remove it",
+    f"a leftover: {IGNORED}; compare the bytes before you remove it",
 )
-VARIANT = Kind(
-    "shards that the index does not list, with other forms of tensors that stand in listed ones",
-    "servers that read the index ignore it",
-)
-FOREIGN = Kind(
-    "safetensors files that the index does not list, with no tensor of this model's names", "servers that read the index ignore it"
-)
+VARIANT = Kind("shards that the index does not list, with other forms of tensors that stand in listed ones", IGNORED)
+FOREIGN = Kind("safetensors files that the index does not list, with no tensor of this model's names", IGNORED)
 NUMBERED = re.compile(r"\d+")
 LAYER = re.compile(r"(?P<before>(?:.*?\.)??)\d+\.(?P<after>.+)", re.DOTALL)
 

@@ -179,19 +179,14 @@ def inspection_record(view: View) -> InspectionRecord:
     """Describe an inspection; it is not ``ok`` when the checkpoint is broken or a required target does not fuse."""
     found = view.found
     checkpoint, description, quantization = found.checkpoint, found.description, found.subject.quantization
+    shards, tensors = len(checkpoint.shards), len(checkpoint.tensors)
     return fill(
         InspectionRecord,
         found,
         description,
         ok=not view.exit_code,
         exit_code=view.exit_code,
-        checkpoint=CheckpointRecord(
-            label=checkpoint.folder.label,
-            shards=len(checkpoint.shards),
-            tensors=len(checkpoint.tensors),
-            bytes=checkpoint.total_size,
-            converted=found.converted,
-        ),
+        checkpoint=fill(CheckpointRecord, found, checkpoint.folder, shards=shards, tensors=tensors, bytes=checkpoint.total_size),
         family=description.family and description.family.name,
         quantization=quantization if quantization.quantized else None,
         layers=[_layer(d) for d in description.layers],
