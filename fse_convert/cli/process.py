@@ -123,7 +123,7 @@ def _fail(error: FseConvertError, log: Log, *, form: str, code: int | None = Non
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
     if form:
-        from fse_convert.report.failures import failure
+        from fse_convert.report.inspection.pages import failure
 
         click.echo(failure(form, error.problems, code))
     for problem in error.problems:

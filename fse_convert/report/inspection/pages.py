@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fse_convert import __version__
-from fse_convert.errors import Problem, UsageError
+from fse_convert.errors import Problem, UsageError, printable
 from fse_convert.report.inspection.view import LOOKS, Complaint, Row, View, told
+from fse_convert.report.records import Failure, dump
 from fse_convert.report.templates import template
 
 NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -37,6 +38,16 @@ def junit(label: str, problems: Sequence[Problem], required: Sequence[Row] = ())
     """Return a JUnit report: a case for the checkpoint ``label``, an error if it has problems, and one for each required target."""
     text = template("inspection/junit.xml.j2").render(label=label, problems=problems, rows=required)
     return NOT_XML.sub("?", text).rstrip("\n")
+
+
+def failure(form: str, problems: Sequence[Problem], exit_code: int) -> str:
+    """Return what kept a command from an answer as ``json``, ``junit``, ``markdown``, or ``github``: a gate must not be mute."""
+    if form == "json":
+        return dump(Failure(ok=False, exit_code=exit_code, problems=problems))
+    if form == "junit":
+        return junit(problems[0].where, problems)
+    annotations = [annotation(Complaint(error=True, said="", problem=p)) for p in problems if form == "github"]
+    return printable("\n".join([*annotations, template("failure.md.j2").render(problems=problems).rstrip("\n")]))
 
 
 def html(view: View) -> str:
