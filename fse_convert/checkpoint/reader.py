@@ -359,8 +359,6 @@ def _no_weights(left: Mapping[str, Kind]) -> tuple[str, str]:
     if ADAPTERS in kinds:
         return "only an adapter, no base model", "merge the adapter into its base, and give that folder"
     if OTHER_FORMATS in kinds:
-        return (
-            f"no safetensors file, only {OTHER_FORMATS.what}",
-            "save them as safetensors first: save_pretrained of transformers does",
-        )
+        hint = "save them as safetensors first: save_pretrained of transformers does"
+        return f"no safetensors file, only {OTHER_FORMATS.what}", hint
     return "no safetensors file and no index", "give the folder that holds the weights"

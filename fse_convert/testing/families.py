@@ -76,9 +76,8 @@ def qwen_layer(spec: Spec, prefix: str, *, mtp: bool, full: bool) -> Iterator[En
     yield plain(f"{prefix}.input_layernorm.weight", hidden)
     yield plain(f"{prefix}.post_attention_layernorm.weight", hidden)
     yield from moe(spec, f"{prefix}.mlp", mtp=mtp, names=PROJECTIONS)
-    yield from mlp(
-        spec, spec.traits.storage.shared, f"{prefix}.mlp.shared_expert", c["shared_expert_intermediate_size"], PROJECTIONS
-    )
+    shared, width = spec.traits.storage.shared, c["shared_expert_intermediate_size"]
+    yield from mlp(spec, shared, f"{prefix}.mlp.shared_expert", width, PROJECTIONS)
     yield plain(f"{prefix}.mlp.shared_expert_gate.weight", 1, hidden)
 
 

@@ -184,10 +184,8 @@ class ExpectedOutput:
         """The bytes of config.json and the index: the source's, edited as changes of format and padding ask."""
         source, edits = self.source, self.config_edits
         changes = [change for c in self.plan.decision.changes for change in c.config]
-        untouched = not edits and not changes
-        texts = {
-            CONFIG: source.folder.read(CONFIG) if untouched else encode_json(_edited(source.checkpoint.config, changes, edits))
-        }
+        edited = encode_json(_edited(source.checkpoint.config, changes, edits)) if edits or changes else None
+        texts = {CONFIG: edited or source.folder.read(CONFIG)}
         if INDEX in source.folder.files:
             texts[INDEX] = self._index()
         return texts

@@ -162,10 +162,8 @@ class View:
         if self.found.problems:
             return "Broken, see the errors; what follows rests on what could be read."
         if failing:
-            drafter = [row.label for row in self.required if not row.fused and row.decoder_fused]
-            rest = (
-                f" Only the drafter's layers do not in {', '.join(drafter)}: --without-drafter leaves them out." if drafter else ""
-            )
+            drafter = ", ".join(row.label for row in self.required if not row.fused and row.decoder_fused)
+            rest = f" Only the drafter's layers do not in {drafter}: --without-drafter leaves them out." if drafter else ""
             return f"Failed: not every layer fuses safely in {', '.join(failing)}.{rest}"
         if self.required:
             return f"Passed: every layer fuses in {', '.join(row.label for row in self.required)}."
