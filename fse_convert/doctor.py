@@ -14,7 +14,7 @@ from fse_convert.errors import EnvironmentFailure, FseConvertError, environment,
 from fse_convert.output.copying import shares_blocks
 from fse_convert.output.free_space import existing_home, free_space
 from fse_convert.servers.judge import ALL_TARGETS
-from fse_convert.servers.naming import find_named
+from fse_convert.servers.release_names import find_named
 
 DISTRIBUTIONS = {
     "torch": ("torch",),

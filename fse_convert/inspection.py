@@ -26,7 +26,7 @@ from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.plan.width_rounding import contract_widths
 from fse_convert.servers.f32_scales import UNREAD, Scales
 from fse_convert.servers.judge import Answer, judge
-from fse_convert.servers.naming import find_named
+from fse_convert.servers.release_names import find_named
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.verdict import Outcome, Verdict, because, not_understood
 from fse_convert.sidecar.manifest import read_manifest

@@ -71,7 +71,7 @@ def inspect(
     from fse_convert.report.inspection.pages import check_page, write_page
     from fse_convert.report.inspection.view import View
     from fse_convert.servers.judge import ALL_TARGETS
-    from fse_convert.servers.naming import find_named
+    from fse_convert.servers.release_names import find_named
 
     if as_json and format_name in ("markdown", "github"):
         raise click.UsageError(f"--json and --format {format_name} exclude each other")

@@ -10,7 +10,7 @@ from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.servers.judge import Answer, Question
 from fse_convert.servers.load_padding import needed_contract
-from fse_convert.servers.naming import Named, server_of
+from fse_convert.servers.release_names import Named, server_of
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import CONTRACT, TARGETS, Target, find_target
 from fse_convert.servers.verdict import Outcome

@@ -13,7 +13,7 @@ from fse_convert.plan.decide import decider
 from fse_convert.plan.plan import Decision, Options
 from fse_convert.plan.source import Source
 from fse_convert.servers.judge import ALL_TARGETS, Answer, AnyTarget, answer
-from fse_convert.servers.naming import server_of
+from fse_convert.servers.release_names import server_of
 from fse_convert.servers.routed_fp8 import unserved
 from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome

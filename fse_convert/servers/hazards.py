@@ -21,7 +21,7 @@ from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
 from fse_convert.servers.aiter.rules import EXPERT_DTYPES, AiterQuestion
 from fse_convert.servers.aiter.vllm_config import VllmQuantKind
-from fse_convert.servers.naming import is_since
+from fse_convert.servers.release_names import is_since
 from fse_convert.servers.sglang_quark import SglangQuark, is_fp4, specs
 from fse_convert.servers.slots import SlotTarget
 from fse_convert.servers.subject import Subject

@@ -17,8 +17,8 @@ from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
 from fse_convert.servers.f32_scales import with_scales
 from fse_convert.servers.hazards import with_hazards
-from fse_convert.servers.naming import find_named
 from fse_convert.servers.native import KERNEL, SILU, LaunchWidths, config_verdict, kernel_verdict, native_verdict, with_activation
+from fse_convert.servers.release_names import find_named
 from fse_convert.servers.slots import SLOT_KINDS, SLOT_TARGETS, SlotTarget, slot_needs, slot_notes, slot_verdicts
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import TARGETS, Contract, Target

@@ -15,7 +15,7 @@ from typing import Any
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.families import NO_RENAMES
 from fse_convert.servers.aiter.patterns import Renames
-from fse_convert.servers.naming import is_since
+from fse_convert.servers.release_names import is_since
 
 _NAMES = Renames(
     substrings=((".attn.", ".self_attn."), (".ffn.", ".mlp.")),

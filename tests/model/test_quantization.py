@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fse_convert.model.quantization import Quantization, read_quantization
 from fse_convert.servers.aiter.vllm_config import RELEASES, VllmQuantKind, build_vllm_quant
-from fse_convert.servers.naming import is_since
+from fse_convert.servers.release_names import is_since
 from fse_convert.servers.verdict import Outcome
 from tests.releases import until_newest
 

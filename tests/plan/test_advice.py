@@ -14,7 +14,7 @@ import pytest
 from fse_convert.plan.advice import Advice, advise, releases, way_out
 from fse_convert.plan.plan import Options
 from fse_convert.servers.judge import Answer, Question, judge
-from fse_convert.servers.naming import is_since
+from fse_convert.servers.release_names import is_since
 from fse_convert.servers.targets import TARGETS, find_target
 from fse_convert.servers.verdict import Outcome, because
 from fse_convert.testing.memory import PROJ, Model, Tensors, expert, plans_of, subject_of

@@ -22,7 +22,7 @@ from fse_convert.servers.aiter.question import (
     judge_mtp_layer,
 )
 from fse_convert.servers.aiter.vllm_config import RELEASES
-from fse_convert.servers.naming import is_since
+from fse_convert.servers.release_names import is_since
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}

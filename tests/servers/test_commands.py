@@ -8,7 +8,7 @@ import pytest
 
 from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import ALL_TARGETS, AnyTarget
-from fse_convert.servers.naming import find_named
+from fse_convert.servers.release_names import find_named
 
 AITER = "VLLM_ROCM_USE_AITER=1 VLLM_ROCM_USE_AITER_MOE=1 VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=1 vllm serve out"
 NATIVE = "--moe-backend deep_gemm_mega_moe --enable-expert-parallel"

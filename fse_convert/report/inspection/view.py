@@ -17,7 +17,7 @@ from fse_convert.report.console import counted, gathered, runs, span
 from fse_convert.report.inspection.costs import advised_cost, cost_rows, cost_words
 from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import Answer, Question
-from fse_convert.servers.naming import server_of
+from fse_convert.servers.release_names import server_of
 from fse_convert.servers.targets import CONTRACT
 from fse_convert.servers.verdict import Outcome, Reason, Verdict
 

@@ -27,7 +27,7 @@ from fse_convert.servers.aiter.heterogeneous import objections
 from fse_convert.servers.aiter.patterns import VerdictError
 from fse_convert.servers.aiter.rules import AiterQuestion, AiterRules
 from fse_convert.servers.aiter.vllm_config import NEWEST, RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant
-from fse_convert.servers.naming import is_since
+from fse_convert.servers.release_names import is_since
 from fse_convert.servers.subject import vllm_class_names
 from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood, whole
 

@@ -32,7 +32,7 @@ from fse_convert.servers.aiter.vllm_config import (
     is_mxfp4,
     is_quark_mxfp4,
 )
-from fse_convert.servers.naming import is_since
+from fse_convert.servers.release_names import is_since
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 EXPERT_DTYPES = ("fp4", "fp8")

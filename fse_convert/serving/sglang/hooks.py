@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fse_convert.checkpoint.names import INDEX, MANIFEST, SIDECAR
-from fse_convert.servers.naming import for_version
+from fse_convert.servers.release_names import for_version
 from fse_convert.servers.targets import TARGETS, Target
 from fse_convert.serving.sglang import guards, modes, modules
 from fse_convert.serving.sglang.lost_scales import refuse_lost_scales

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fse_convert.servers.load_padding import padded_routed
-from fse_convert.servers.naming import for_version
+from fse_convert.servers.release_names import for_version
 from fse_convert.servers.targets import TARGETS
 from fse_convert.serving.sidecar import RECONVERT, Sidecar, refuse
 from fse_convert.sidecar.tensors import KernelTensorName

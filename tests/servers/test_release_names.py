@@ -6,7 +6,7 @@ import pytest
 
 from fse_convert.errors import UsageError
 from fse_convert.servers.judge import ALL_TARGETS
-from fse_convert.servers.naming import find_named, for_version
+from fse_convert.servers.release_names import find_named, for_version
 from fse_convert.servers.targets import TARGETS
 from tests.releases import AITER, NEWEST, SGLANG, SLOTS, VLLM
 
