@@ -31,6 +31,7 @@ from fse_convert.plan.source import describe_source
 from fse_convert.report.schemas import RESPONSES, schema
 from fse_convert.servers.aiter.families import AITER_FAMILIES
 from fse_convert.servers.aiter.question import AITER_TARGETS
+from fse_convert.servers.config_keys import RULES
 from fse_convert.servers.judge import Question
 from fse_convert.servers.load_padding import ROUTED_PAD, needed_contract
 from fse_convert.servers.slots import SLOT_TARGETS
@@ -243,8 +244,9 @@ def _rules_of(target: Target) -> Iterator[str]:
         blocks = ", ".join(f"{n}x{k}" for n, k in target.shared_blocks)
         yield f"shared experts with {blocks} scale blocks only"
     yield f"shared scales {', '.join(target.scale_dtypes)}"
-    for rule in target.rules:
-        yield f"config `{rule.key}` {' or '.join(map(repr, rule.allowed))}"
+    native = (rule for kind in sorted(target.model_types) for rule in RULES if rule.covers(target, kind, native=True))
+    for rule in dict.fromkeys(native):
+        yield f"config `{rule.keys[0]}` {rule.takes.what}"
     if target.beside:
         yield f"{', '.join(sorted(target.beside))}: MegaMoE with the shared expert beside it"
 

@@ -176,6 +176,11 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(listed[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def counted(n: int, noun: str) -> str:
+    """Return ``1 shard`` or ``1,200 shards``."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
 def size(n: float) -> str:
     """Return bytes in words, in powers of 1024."""
     for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):

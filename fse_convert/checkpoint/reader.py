@@ -15,7 +15,7 @@ from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_HINT, LFS_POINTER, H
 from fse_convert.checkpoint.left_out import ADAPTERS, INDEXES, OTHER_FORMATS, SLICE, Kind, beside, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, QUANT_CONFIG, SIDECAR, SUFFIX, natural_key
 from fse_convert.checkpoint.unlisted import judge_unlisted
-from fse_convert.errors import InvalidCheckpoint, Problem, some
+from fse_convert.errors import InvalidCheckpoint, Problem, counted, some
 
 MARKS = {"UTF-8": b"\xef\xbb\xbf", "UTF-16": b"\xff\xfe", "UTF-16 (big-endian)": b"\xfe\xff"}
 """Byte order marks, which editors and shells of Windows put at the head of a file."""
@@ -224,10 +224,10 @@ class _CheckpointReader:
             self.unread |= set(present)
             return []
         elif len(present) > 1 and others:
-            message = f"{len(present)} shards, and no index but {some(others)}: servers read {INDEX} alone"
+            message = f"{counted(len(present), 'shard')}, and no index but {some(others)}: servers read {INDEX} alone"
             self._problem("file-missing", message, INDEX, f"if it lists these shards, copy {others[0]} to {INDEX}")
         elif len(present) > 1:
-            self._problem("file-missing", f"{len(present)} shards but no index", INDEX, "download the index too")
+            self._problem("file-missing", f"{counted(len(present), 'shard')} but no index", INDEX, "download the index too")
         return present
 
     def _check_unlisted(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from fse_convert.errors import Problem, some
+from fse_convert.errors import Problem, counted, some
 from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.exclusion_lists import covered
 from fse_convert.model.families.family import EVERY_LAYER, MOE_WORDS, Family
@@ -20,7 +20,7 @@ from fse_convert.model.families.width_keys import Share
 from fse_convert.model.formats import MXFP8_BLOCK, StorageKind
 from fse_convert.model.grouping import Grouping
 from fse_convert.model.moe import LayerKind, MoELayer
-from fse_convert.model.quantization import FP8_METHODS, Quantization
+from fse_convert.model.quantization import BLOCK, FP8_METHODS, Quantization
 from fse_convert.model.values import TOP_K, unexpected
 
 UNFIT = frozenset({
@@ -28,7 +28,7 @@ UNFIT = frozenset({
     "block-size-invalid", "ignore-not-a-list", "quantization-not-an-object",
 })  # fmt: skip
 """Codes of conflicts by which no server that believes the config would load the tensors: such a checkpoint is broken."""
-LOAD_CONFLICTS = UNFIT | {"config-expert-dtype", "quantization-method", "config-readings"}
+LOAD_CONFLICTS = UNFIT | {"config-expert-dtype", "quantization-method", "config-readings", "quark-incomplete"}
 """The same, with those that a change of the config alone may mend, and those that some loader does not read."""
 OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "eetq", "gguf")
 """Methods that store weights as codes of their own: none of them reads FP8 blocks, MXFP4 or NVFP4."""
@@ -172,6 +172,15 @@ def depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Groupin
         yield Problem("mtp-missing", message, "config.json", hint)
 
 
+def table_conflicts(family: Family, config: Mapping[str, Any], tensors: Iterable[str]) -> Iterator[Problem]:
+    """Compare the number of layers of DeepSeek-V4 that route by a table with the tables, ``tid2eid``."""
+    for s in family.stated(config, "num_hash_layers") if config.get("model_type") == "deepseek_v4" else ():
+        gates = [name for name in tensors if name.endswith((".gate.weight", ".gate.tid2eid"))]
+        tables = sum(name.endswith(".gate.tid2eid") for name in gates)
+        if gates and s.value != tables:
+            yield unexpected(s.path, s.value, f"{tables}, the layers whose gate has a tid2eid")
+
+
 def _common(values: Iterable[int]) -> int | None:
     """Return the one value that all have; None where they differ or there is none."""
     distinct = set(values)
@@ -193,15 +202,17 @@ def _expert_dtype_conflicts(quantization: Quantization, layers: Sequence[LayerDe
 def _block_conflicts(quantization: Quantization, layers: Sequence[LayerDescription]) -> Iterator[Problem]:
     """Compare ``weight_block_size`` with the FP8 blocks that the scales show."""
     block = quantization.block
-    if block is None:
+    unread = quantization.method not in FP8_METHODS or any(p.code == "block-size-invalid" for p in quantization.conflicts)
+    if block is None and unread:
         return
     fp8 = (f for d in layers for g in d.groups for f in g.formats.values() if f.kind.facts.expert_dtype == "fp8")
     odd = {f.label: f.block for f in fp8 if f.block not in (block, MXFP8_BLOCK)}
     for label, stored in sorted(odd.items()):
-        message = f"{quantization.block_key} is {list(block)}, experts are stored as {label}"
+        key = quantization.block_key or BLOCK
+        message = f"{f'{key} is {list(block)}' if block else f'there is no {key}'}, experts are stored as {label}"
         hint = "servers believe the config and would not load these scales"
         if stored and len(odd) == 1:
-            hint = f"set {quantization.block_key} to {list(stored)}: servers believe it"
+            hint = f"set {key} to {list(stored)}: servers believe it"
         yield Problem("config-block", message, "config.json", hint)
 
 
@@ -233,14 +244,14 @@ def _exclusion_conflicts(quantization: Quantization, what: str, groups: Sequence
     stale = [(name, group) for name, group in groups if _plain(group) and not covered(quantization.ignore, name, _modules(group))]
     if stale:
         where, group = stale[0]
-        stored = f"{what} are stored as {group.label} in {len(stale)} layers and are not excluded"
+        stored = f"{what} are stored as {group.label} in {counted(len(stale), 'layer')} and are not excluded"
         message = f"{quantization.source} says {quantization.method}, but {stored}"
         yield Problem("quantization-stale", message, where, "servers would ask for scales")
     if quantization.method in FP8_METHODS and quantization.moe_quant_algo is None:
         kept = {n: group for n, group in groups if not _plain(group) and covered(quantization.ignore, n, _modules(group))}
         if kept:
             entries = [e for e in quantization.ignore if any(covered([e], n, _modules(group)) for n, group in kept.items())]
-            message = f"{quantization.ignore_key} excludes {what} of {len(kept)} layers, which are stored quantised"
+            message = f"{quantization.ignore_key} excludes {what} of {counted(len(kept), 'layer')}, which are stored quantised"
             hint = f"servers that match these entries load them as unquantised: remove {some(entries)}"
             yield Problem("quantization-excluded", message, next(iter(kept)), hint)
 

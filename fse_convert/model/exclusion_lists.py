@@ -2,7 +2,7 @@
 
 Servers differ in how they match, so an entry is taken to mean a module where any of them, or the exporter, takes it so: it may be
 the module's name, the name of a module around it, a shell pattern, or ``re:`` and a regular expression that need not reach the end.
-How vLLM's classes match, each in its own way, is in `fse_convert.servers.aiter.patterns`.
+How servers match, each in its own way, is in `fse_convert.servers.aiter.patterns` and `fse_convert.servers.left_out`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fse_convert.errors import Problem
+from fse_convert.errors import Problem, counted
 from fse_convert.model.families.family import place
 from fse_convert.model.values import DYNAMIC, QUANTIZATION
 
@@ -268,7 +268,7 @@ def _contradicting(sections: list[_Section]) -> Iterator[Problem]:
             yield Problem("quantization-conflict", message, where=other.source, hint=hint)
         if read.ignored != other.ignored:
             more, fewer = len(other.ignored - read.ignored), len(read.ignored - other.ignored)
-            message = f"excludes {more} modules that {read.source} does not, and lacks {fewer}"
+            message = f"excludes {counted(more, 'module')} that {read.source} does not, and lacks {fewer}"
             yield Problem("quantization-conflict", message, where=other.source, hint=f"servers read {read.source}")
 
 
@@ -296,7 +296,7 @@ def _ignore(flat: Mapping[str, Any], method: str | None) -> tuple[tuple[str, ...
     for other, names in lists.items():
         nvfp4 = other == "ignore" and _upper(flat.get("moe_quant_algo")) == "NVFP4"  # vLLM 0.32 deepseek_v41/quant_config.py:198
         if other != key and names and set(names) != set(chosen) and not nvfp4:
-            message = f"lists {len(names)} modules, but servers do not read this key"
+            message = f"lists {counted(len(names), 'module')}, but servers do not read this key"
             problems.append(
                 Problem("ignore-key-unread", message, other, f"for {method or 'this checkpoint'} they read {' or '.join(keys)}")
             )
@@ -321,7 +321,7 @@ def _method_conflicts(read: _Section) -> Iterator[Problem]:
 def _quark_conflicts(read: _Section) -> Iterator[Problem]:
     for key in ("exclude", "global_quant_config", "export") if read.method == "quark" else ():
         if read.raw.get(key) is None:
-            yield Problem("quark-incomplete", f"a Quark export without {key}", where="quantization_config", hint="vLLM needs it")
+            yield Problem("quark-incomplete", f"a Quark export without {key}", where="quantization_config", hint="servers need it")
 
 
 def _upper(value: object) -> str | None:

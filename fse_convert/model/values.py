@@ -1,8 +1,8 @@
 """What config.json may hold in the keys that experts, their layers and their quantisation are built from, as one table.
 
-An absent key and null are left to the loader, which takes a default of its own. Types are those of transformers' config classes,
-which check them (5.24 models/*/configuration_*.py, ``@strict``), and of what vLLM 0.33 and SGLang 0.5.23 compute with them:
-layers/quantization/fp8.py of both for a quantisation.
+An absent key and null are left to the loader, which takes a default of its own (`fse_convert.servers.config_keys` has those that
+stop a server). Types are those of transformers' config classes, which check them (5.24 models/*/configuration_*.py, ``@strict``),
+and of what vLLM 0.33 and SGLang 0.5.23 compute with them: layers/quantization/fp8.py of both for a quantisation.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def _each(one: Values, what: str, least: int = 1) -> Values:
     return Values(what, lambda v: isinstance(v, list) and len(v) >= least and all(map(one.fit, v)))
 
 
+def one_of(*values: object) -> Values:
+    """Take these values alone."""
+    return Values(" or ".join(map(repr, values)), lambda v: any(type(v) is type(x) and v == x for x in values))
+
+
 def _either(one: Values, other: Values) -> Values:
     return Values(f"{one.what}, or {other.what}", lambda v: one.fit(v) or other.fit(v))
 
@@ -60,6 +65,7 @@ NUMBERS = _each(COUNT, "a list of numbers of layers", least=0)
 FLAGS = _each(Values("0 or 1", lambda v: v in (0, 1)), "a list of 0 and 1, one per layer")
 WORD = Values("a string", lambda v: isinstance(v, str))
 WORDS = _either(WORD, _each(WORD, "a list of strings", least=0))
+NUMBER = Values("a number", lambda v: type(v) in (int, float))
 OBJECT = Values("an object", lambda v: isinstance(v, Mapping))
 DYNAMIC = Values('"dynamic"', lambda v: v == "dynamic")
 """How activations are scaled beside weights in blocks (vLLM 0.33 layers/quantization/fp8.py, SGLang 0.5.23 alike)."""
@@ -69,6 +75,21 @@ QUANTIZATION: Mapping[str, Values] = {
     **dict.fromkeys(("config_groups", "global_quant_config", "layer_quant_config", "export"), OBJECT),
 }
 """Keys of a quantisation; its block, its lists of modules and ``expert_dtype`` are compared where they are read."""
+
+
+GROUPED = frozenset({
+    "DeepSeek-V3", "Kimi-K2", "GLM-4-MoE", "GLM-5", "AXK1", "dots", "dots3-note", "Hunyuan-V4", "Sarvam", "Nemotron-H",
+    "EXAONE-MoE", "Mistral 4", "Mistral Large 4", "Solar Open", "MiMo-V2",
+})  # fmt: skip
+"""Families whose routers choose among groups of experts."""
+ROUTERS: tuple[tuple[Values, tuple[str, ...], frozenset[str]], ...] = (
+    (SIZE, ("n_group", "topk_group"), GROUPED),
+    (WORD, ("scoring_func", "topk_method"), GROUPED | {"DeepSeek-V4", "MiniMax-M3"}),
+    (NUMBER, ("routed_scaling_factor",), GROUPED | {"DeepSeek-V4", "MiniMax-M3"}),
+    (NUMBER, ("swiglu_limit",), frozenset({"DeepSeek-V4", "GLM-5", "Hunyuan-V4", "MiniMax-M3", "gpt-oss"})),
+    (COUNT, ("num_hash_layers",), frozenset({"DeepSeek-V4"})),
+)
+"""Keys of routers and activations, with the families whose loaders read them."""
 
 
 def allowed(family: Family) -> Mapping[str, Values]:
@@ -86,6 +107,7 @@ def allowed(family: Family) -> Mapping[str, Values]:
         (_either(SIZE, FLAGS) if rule.flags else SIZE, (rule.step,)),
         (NUMBERS, (rule.dense,)),
         (WORDS, rule.words),
+        *((values, keys) for values, keys, names in ROUTERS if family.name in names),
     )
     return {key: values for values, keys in rows for key in keys if key}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fse_convert.checkpoint.reader import Checkpoint
-from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertible, Problem, folded
+from fse_convert.errors import FseConvertError, InvalidCheckpoint, NotConvertible, Problem, counted, folded
 from fse_convert.model.config_against_tensors import LOAD_CONFLICTS
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
@@ -186,7 +186,7 @@ def _message(reason: Reason, verdicts: list[LayerVerdict], scales: Scales) -> st
     if reason.code != INEXACT:
         return reason.message
     name = scales.inexact_of(verdicts[0].layer)[0]
-    return f"F32 scales are not powers of two in {len(verdicts)} layers, e.g. {name}: {scales.inexact[name]}"
+    return f"F32 scales are not powers of two in {counted(len(verdicts), 'layer')}, e.g. {name}: {scales.inexact[name]}"
 
 
 def _layer_list(verdicts: list[LayerVerdict]) -> str:

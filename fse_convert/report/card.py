@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fse_convert.errors import counted
 from fse_convert.plan.plan import Experts
-from fse_convert.report.console import counted
 from fse_convert.report.templates import template
 from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import ALL_TARGETS, AnyTarget

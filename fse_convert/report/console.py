@@ -181,11 +181,6 @@ def _stacked(rows: Sequence[Sequence[str | Text]], columns: int, head: Sequence[
     return Text("\n").join(lines)
 
 
-def counted(n: int, noun: str) -> str:
-    """Return ``1 shard`` or ``1,200 shards``."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
 def duration(seconds: float) -> str:
     """Return seconds in words."""
     if seconds < 100:

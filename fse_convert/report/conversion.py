@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fse_convert.errors import printable, size
+from fse_convert.errors import counted, printable, size
 from fse_convert.plan.commands import inspection_command
 from fse_convert.plan.plan import LayerVerdict, Plan
-from fse_convert.report.console import console, counted, duration, grid, runs, say
+from fse_convert.report.console import console, duration, grid, runs, say
 from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import answer
 from fse_convert.servers.targets import Target

@@ -10,9 +10,9 @@ from threading import Event as Signal
 from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
-from fse_convert.errors import size
+from fse_convert.errors import counted, size
 from fse_convert.progress import Event, Observer, Work
-from fse_convert.report.console import console, counted, duration, is_dumb
+from fse_convert.report.console import console, duration, is_dumb
 from fse_convert.report.log import Log
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fse_convert.errors import printable, size, some
-from fse_convert.report.console import counted, say
+from fse_convert.errors import counted, printable, size, some
+from fse_convert.report.console import say
 from fse_convert.verification.findings import SEED, TOKENS
 
 if TYPE_CHECKING:

@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fse_convert.checkpoint.header import E8M0_DTYPES
-from fse_convert.model.description import ExpertGroup, LayerDescription
+from fse_convert.model.description import LayerDescription
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
-from fse_convert.model.quantization import FP8_METHODS, SCHEME
+from fse_convert.model.quantization import SCHEME
 from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
 from fse_convert.servers.aiter.rules import EXPERT_DTYPES, AiterQuestion
 from fse_convert.servers.aiter.vllm_config import VllmQuantKind
+from fse_convert.servers.left_out import LeftOut, sglang_left_out, vllm_left_out
 from fse_convert.servers.release_names import is_since
 from fse_convert.servers.sglang_quark import SglangQuark, is_fp4, specs
+from fse_convert.servers.situation import Situation, is_stored
 from fse_convert.servers.slots import SlotTarget
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import Target
@@ -34,77 +36,10 @@ AS_F32 = "store the scales of routed and shared experts as F32, which holds ever
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """One layer in one server.
-
-    ``verdict``: what the server's own check says of it; ``aiter``: what that check looks at in an AITER target, None in others.
-    """
-
-    subject: Subject
-    target: Target | AiterTarget | SlotTarget
-    layer: LayerDescription
-    routed: ExpertGroup
-    shared: ExpertGroup
-    verdict: Verdict
-    aiter: AiterQuestion | None
-
-    @property
-    def sglang_slots(self) -> bool:
-        """True for SGLang as it is asked for slots."""
-        return isinstance(self.target, SlotTarget) and self.target.engine == "SGLang"
-
-    @property
-    def sglang_gate_known(self) -> bool:
-        """True for SGLang's slots, for a model whose gate is known."""
-        return self.sglang_slots and self.verdict.outcome is not Outcome.UNKNOWN
-
-    @property
-    def engine_read(self) -> bool:
-        """True for vLLM and SGLang, whose config classes were read."""
-        return self.target.engine.startswith(("vLLM", "SGLang"))
-
-    @property
-    def by_quark(self) -> bool:
-        """True for a checkpoint by AMD Quark."""
-        return self.subject.quantization.method == "quark"
-
-    @property
-    def deepseek_fp8(self) -> bool:
-        """True for a checkpoint in DeepSeek's own FP8."""
-        return self.subject.quantization.method in FP8_METHODS
-
-    @property
-    def is_drafter(self) -> bool:
-        """True for a layer of the drafter."""
-        return self.layer.layer.kind is LayerKind.MTP
-
-    @property
-    def vllm_slot(self) -> bool:
-        """True if vLLM's check says that it loads this shared expert, unconverted, as an extra routed expert."""
-        ways = self.aiter is not None and not self.aiter.mega_moe and (self.is_drafter or not self.aiter.heterogeneous)
-        return ways and self.verdict.fused
-
-    @property
-    def vllm_v4(self) -> bool:
-        """True where an AITER target runs DeepSeek-V4's class."""
-        return self.aiter is not None and self.aiter.family.v4
-
-    @property
-    def vllm_v41(self) -> bool:
-        """True where an AITER target runs DeepSeek-V4.1's class."""
-        return self.aiter is not None and self.aiter.family.name == "DeepSeek-V4.1"
-
-    @property
-    def stored_alike(self) -> bool:
-        """True where a slot could hold the shared expert; MXFP4 is loaded under either label of its bytes."""
-        return self.routed.stored_like(self.shared) or (_is(self.routed, MXFP4) and _is(self.shared, MXFP4))
-
-
-@dataclass(frozen=True, slots=True)
 class Hazard:
     """One way to fail. The server's name stands before the ``message``.
 
-    ``since``, ``last``: the first and the last release that it applies to; without them all that are known, and all that come.
+    ``since``: the first release that it applies to; without it all that are known, and all that come.
     """
 
     code: str
@@ -113,14 +48,10 @@ class Hazard:
     source: str
     applies: Callable[[Situation], bool]
     since: str = ""
-    last: str = ""
 
     def hits(self, s: Situation) -> bool:
         """Tell whether it happens to a layer in a server."""
-        if not self.applies(s):
-            return False
-        release = s.target.release
-        return (not self.since or is_since(release, self.since)) and (not self.last or is_since(self.last, release))
+        return self.applies(s) and (not self.since or is_since(s.target.release, self.since))
 
 
 def with_hazards(
@@ -144,10 +75,6 @@ def with_hazards(
     return Verdict(Outcome.UNSAFE, (*(own.reasons if own.outcome is not Outcome.UNKNOWN else ()), *reasons))
 
 
-def _is(group: ExpertGroup, kind: StorageKind, *scales: str) -> bool:
-    return any(f.kind is kind and (not scales or f.scale_dtype in scales) for f in group.formats.values())
-
-
 def _expert_dtype_unread(s: Situation) -> bool:
     stored = s.routed.gate.kind.facts.expert_dtype
     if s.aiter is None or not (s.vllm_v4 or s.vllm_v41) or s.aiter.quant.class_name != "DeepseekV4FP8Config":
@@ -157,7 +84,7 @@ def _expert_dtype_unread(s: Situation) -> bool:
 
 
 def _e8m0_experts(s: Situation) -> bool:
-    if not (s.target.engine.startswith("vLLM") and s.deepseek_fp8 and _is(s.routed, FP8, *E8M0_DTYPES)):
+    if not (s.target.engine.startswith("vLLM") and s.deepseek_fp8 and is_stored(s.routed, FP8, *E8M0_DTYPES)):
         return False
     return (s.vllm_v4 or s.vllm_v41) if s.aiter else s.subject.description.model_type in V4_TYPES
 
@@ -165,7 +92,7 @@ def _e8m0_experts(s: Situation) -> bool:
 def _overlooked(s: Situation) -> bool:
     quant = s.aiter.quant if s.aiter else None
     by_fp8 = quant is not None and quant.kind is VllmQuantKind.FP8 and not quant.from_quark
-    return by_fp8 and s.vllm_slot and s.vllm_v4 and _is(s.routed, MXFP4) and s.shared.gate.scale == "scale"
+    return by_fp8 and s.vllm_slot and s.vllm_v4 and is_stored(s.routed, MXFP4) and s.shared.gate.scale == "scale"
 
 
 def _vllm_misreads(s: Situation) -> bool:
@@ -190,18 +117,18 @@ def misread(question: AiterQuestion, modules: tuple[str, ...], k: int | None = N
 
 def _globbed(s: Situation) -> bool:
     exclude = s.subject.quantization.raw.get("exclude")
-    if not (s.vllm_slot and s.by_quark and _is(s.shared, PLAIN) and isinstance(exclude, list)):
+    if not (s.vllm_slot and s.by_quark and is_stored(s.shared, PLAIN) and isinstance(exclude, list)):
         return False
     globs = [entry for entry in exclude if isinstance(entry, str) and "*" in entry]
-    return not _is(s.routed, PLAIN) and any(fnmatchcase(name, entry) for name in s.shared.modules for entry in globs)
+    return not is_stored(s.routed, PLAIN) and any(fnmatchcase(name, entry) for name in s.shared.modules for entry in globs)
 
 
 def _not_mxfp4(s: Situation) -> bool:
     """MegaMoE takes routed experts in MXFP4; the heterogeneous kernel also wants FP8 shared ones with E8M0 scales."""
     if s.aiter is None or s.vllm_slot or not s.verdict.fused:
         return False
-    fits = not s.aiter.heterogeneous or (_is(s.shared, FP8, "F8_E8M0") and s.shared.gate.block == (128, 128))
-    return not (_is(s.routed, MXFP4) and fits)
+    fits = not s.aiter.heterogeneous or (is_stored(s.shared, FP8, "F8_E8M0") and s.shared.gate.block == (128, 128))
+    return not (is_stored(s.routed, MXFP4) and fits)
 
 
 def _sglang_misreads(s: Situation) -> bool:
@@ -213,7 +140,7 @@ def _sglang_misreads(s: Situation) -> bool:
 
 def _unchecked_glm(s: Situation) -> bool:
     glm = s.sglang_slots and s.by_quark and s.subject.description.model_type == "glm4_moe"
-    return glm and _is(s.routed, MXFP4) and _is(s.shared, PLAIN)
+    return glm and is_stored(s.routed, MXFP4) and is_stored(s.shared, PLAIN)
 
 
 def _drafter_short(s: Situation) -> bool:
@@ -227,14 +154,30 @@ def _drafter_short(s: Situation) -> bool:
 
 
 def _unstated(s: Situation) -> bool:
-    """Tell it of slots and AITER; of the native path `fse_convert.servers.native.config_verdict` does."""
-    asks = s.verdict.fused and not isinstance(s.target, Target)
-    return asks and s.subject.quantization.method is None and not all(_is(group, PLAIN) for group in s.layer.groups)
+    plain = all(is_stored(group, PLAIN) for group in s.layer.groups)
+    return s.verdict.fused and s.subject.quantization.method is None and not plain
+
+
+def _left_out(s: Situation) -> LeftOut | None:
+    if not (s.verdict.fused and s.deepseek_fp8 and s.engine_read):
+        return None
+    if s.target.engine == "SGLang":
+        return sglang_left_out(s.subject.quantization.raw, s.layer.layer)
+    return vllm_left_out(s.subject, s.layer.layer, s.target.release, s.aiter)
+
+
+def _excluded(s: Situation) -> bool:
+    """Tell whether experts are built unquantised that are not; a shared one in a slot is built as the routed ones are."""
+    routed, shared = _left_out(s) or (False, False)
+    apart = shared and not (s.vllm_slot or isinstance(s.target, SlotTarget))
+    return (routed and not is_stored(s.routed, PLAIN)) or (apart and not is_stored(s.shared, PLAIN))
 
 
 def _scales_expected(s: Situation) -> bool:
     stale = any(c.code == "quantization-stale" for c in s.subject.description.conflicts)
-    return stale and s.verdict.fused and (s.aiter is None or s.stored_alike) and any(_is(group, PLAIN) for group in s.layer.groups)
+    plain = [is_stored(group, PLAIN) for group in (s.routed, s.shared)]
+    built = any(p and not left for p, left in zip(plain, _left_out(s) or (True, True), strict=True))
+    return (stale or built) and s.verdict.fused and (s.aiter is None or s.stored_alike) and any(plain)
 
 
 V4_TYPES = ("deepseek_v4", "deepseek_v41")
@@ -243,7 +186,7 @@ FP8_BLOCK_HAZARD = Hazard(
     "raises a ValueError: the FP8 MoE backend AITER does not take DeepSeek-V4.1's FP8 experts",
     f"serve on gfx942 with VLLM_ROCM_USE_AITER_MOE=0 and {SWITCH}=0",
     "0.31 to 0.33, run: FP8 MoE backend AITER does not support the deployment configuration",
-    lambda s: s.vllm_v41 and _is(s.routed, FP8),
+    lambda s: s.vllm_v41 and is_stored(s.routed, FP8),
     since="0.31",
 )
 
@@ -255,6 +198,13 @@ HAZARDS: tuple[Hazard, ...] = (
         "vLLM 0.33 model_executor/layers/fused_moe/routed_experts.py, SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py:"
         " without a quantisation method the parameters have the model's dtype and no scales",
         _unstated,
+    ),
+    Hazard(
+        "quantization-excluded",
+        "matches the config's list of excluded modules with this layer's, builds them unquantised, and they are stored quantised",
+        "take these modules out of the list",
+        "vLLM 0.33 layers/quantization/utils/quant_utils.py:619-693, SGLang 0.5.23 layers/quantization/utils.py:70-125",
+        _excluded,
     ),
     Hazard(
         "scales-expected",
@@ -289,14 +239,14 @@ HAZARDS: tuple[Hazard, ...] = (
         "copies the shared expert's scales, whose dtype is U8, as plain numbers into E8M0 ones: its values are wrong",
         "store them as F8_E8M0: the bytes stay the same",
         "0.33 model_executor/layers/quantization/fp8.py:331-340 (float8_e8m0fnu), model_executor/parameter.py (copy_)",
-        lambda s: s.target.engine == "vLLM" and s.verdict.fused and s.deepseek_fp8 and _is(s.shared, FP8, "U8"),
+        lambda s: s.target.engine == "vLLM" and s.verdict.fused and s.deepseek_fp8 and is_stored(s.shared, FP8, "U8"),
     ),
     Hazard(
         "fp8-slot-e8m0",
         "copies the shared expert's E8M0 scales as plain numbers into a slot whose scales are F32: its values are wrong",
         AS_F32,
         "0.30 models/deepseek_v4/amd/model.py:1240, 0.33 :1403",
-        lambda s: s.vllm_slot and s.vllm_v4 and _is(s.routed, FP8, "F32") and _is(s.shared, FP8, *E8M0_DTYPES),
+        lambda s: s.vllm_slot and s.vllm_v4 and is_stored(s.routed, FP8, "F32") and is_stored(s.shared, FP8, *E8M0_DTYPES),
     ),
     Hazard(
         "aiter-fp4-overlooked",
@@ -304,7 +254,6 @@ HAZARDS: tuple[Hazard, ...] = (
         f"{OFF}, or with vLLM 0.33",
         "0.30 quantization/utils/config_utils.py:80, 0.31:86, 0.32:172: the class is V4.1's (quantization/__init__.py:119)",
         _overlooked,
-        last="0.32",
     ),
     Hazard(
         "aiter-drafter-slots",
@@ -348,7 +297,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "loads MXFP4 scales of Quark checkpoints only as U8 and skips these, typed F8_E8M0, without a word: values are wrong",
         "relabel the scales as U8; their bytes stay",
         "0.5.21 to 0.5.23 layers/quantization/quark, run",
-        lambda s: s.sglang_gate_known and s.by_quark and any(_is(group, MXFP4, "F8_E8M0") for group in s.layer.groups),
+        lambda s: s.sglang_gate_known and s.by_quark and any(is_stored(group, MXFP4, "F8_E8M0") for group in s.layer.groups),
     ),
     Hazard(
         "quark-modules-misread",
@@ -362,7 +311,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "takes the shared expert's MXFP4 scale for that of an FP8 weight and drops it: its values are wrong, and nothing is said",
         "serve without --enforce-shared-experts-fusion",
         "0.5.20 to 0.5.23 layers/moe/fused_moe_triton/layer.py:1069-1092",
-        lambda s: s.sglang_gate_known and s.deepseek_fp8 and s.verdict.fused and _is(s.shared, MXFP4, "F8_E8M0"),
+        lambda s: s.sglang_gate_known and s.deepseek_fp8 and s.verdict.fused and is_stored(s.shared, MXFP4, "F8_E8M0"),
     ),
     Hazard(
         "slot-storage-differs",

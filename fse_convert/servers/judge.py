@@ -15,6 +15,7 @@ from fse_convert.errors import Problem
 from fse_convert.model.config_against_tensors import unstated
 from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
+from fse_convert.servers.config_keys import key_refusals
 from fse_convert.servers.f32_scales import with_scales
 from fse_convert.servers.hazards import with_hazards
 from fse_convert.servers.native import KERNEL, SILU, LaunchWidths, config_verdict, kernel_verdict, native_verdict, with_activation
@@ -100,20 +101,23 @@ def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, w
     if target.is_contract:
         return kernel_layer(checkpoint, target, target.contract, layer, widths)
     verdict = native_verdict(layer, target, checkpoint.config, widths)
-    verdict = config_verdict(layer, verdict, target.title, checkpoint.quantization)
+    verdict = config_verdict(verdict, target.title, checkpoint.quantization)
     verdict = with_hazards(checkpoint, target, layer, with_scales(layer, verdict, checkpoint.scales, target.title))
-    return _as_stated(checkpoint, verdict)
+    return _as_stated(checkpoint, target, verdict)
 
 
-def _as_stated(checkpoint: Subject, verdict: Verdict, activation: str = SILU) -> Verdict:
-    """Take a yes back where config.json does not state the sizes that a server builds the model from, or another activation."""
+def _as_stated(checkpoint: Subject, target: AnyTarget, verdict: Verdict, activation: str = SILU) -> Verdict:
+    """Take a yes back where config.json does not state what the server builds the model from, or states what it does not take."""
     verdict = with_activation(checkpoint.config, verdict, (activation,))
     family = checkpoint.description.family
     if not (verdict.fused and family):
         return verdict
     problems = unstated(family, checkpoint.config, checkpoint.description.n_shared)
     vague = [Problem(p.code, str(p), hint=p.hint) for p in problems]
-    return not_understood(vague) if vague else verdict
+    if vague:
+        return not_understood(vague)
+    refused = tuple(key_refusals(checkpoint.config, target, checkpoint.router_tensors))
+    return Verdict(Outcome.REFUSED, refused) if refused else verdict
 
 
 def _of_read_formats(layer: LayerDescription, verdict: Verdict) -> Verdict:
@@ -134,7 +138,7 @@ def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
     if isinstance(target, SlotTarget):
         own = tuple(map(_of_read_formats, layers, slot_verdicts(checkpoint, target)))
         judged = (with_hazards(checkpoint, target, d, v) for d, v in zip(layers, own, strict=True))
-        verdicts = tuple(_as_stated(checkpoint, v) for v in judged)
+        verdicts = tuple(_as_stated(checkpoint, target, v) for v in judged)
         needs = slot_needs(target, [d.routed.label for d in layers if d.routed])
         return _put_together(target, verdicts, whole(verdicts), slot_notes(description, target, verdicts), needs)
     question = ask_aiter(checkpoint.config, checkpoint.quant_config, checkpoint.quantization, target)
@@ -142,8 +146,9 @@ def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
         return _put_together(target, (question,) * len(layers), question)
     own = tuple(_of_read_formats(d, judge_layer(question, d)) for d in layers)
     judged = (with_hazards(checkpoint, target, d, v, question) for d, v in zip(layers, own, strict=True))
-    verdicts = tuple(_as_stated(checkpoint, v, question.family.activation) for v in judged)
-    model = _as_stated(checkpoint, _model_with_unsafe_layers(judge_whole(layers, own), verdicts), question.family.activation)
+    verdicts = tuple(_as_stated(checkpoint, target, v, question.family.activation) for v in judged)
+    model = _model_with_unsafe_layers(judge_whole(layers, own), verdicts)
+    model = _as_stated(checkpoint, target, model, question.family.activation)
     needs = ", ".join((target.started_with, *question.conditions))
     return _put_together(target, verdicts, model, notes(question, layers, verdicts), needs)
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fse_convert.checkpoint.header import E8M0_DTYPES
-from fse_convert.errors import some
 from fse_convert.layout.sizes import GROUP
 from fse_convert.model.description import ExpertGroup, LayerDescription
-from fse_convert.model.exclusion_lists import covered
-from fse_convert.model.families.family import SECTIONS, place
 from fse_convert.model.formats import Format, StorageKind
 from fse_convert.model.moe import Role
 from fse_convert.model.quantization import FP8_METHODS, Quantization
+from fse_convert.servers.config_keys import ABSENT, key_refusals, server_config_value
 from fse_convert.servers.load_padding import padded_routed
 from fse_convert.servers.subject import class_names, vllm_class_names
 from fse_convert.servers.targets import Contract, Pairings, Target
@@ -78,7 +76,7 @@ def native_verdict(
     if routed.gate.kind in target.passed_over:
         message = f"{server} runs {routed.label} experts without MegaMoE, the shared expert beside them, and says nothing of it"
         return because(Outcome.UNFUSED, "format-passed-over", message)
-    refused = (*_config_refusals(config, target), *_server_refusals(routed, at, target))
+    refused = (*key_refusals(config, target, native=True), *_server_refusals(routed, at, target))
     if refused:
         return Verdict(Outcome.REFUSED, _hinted(refused))
     if not target.fuses:
@@ -90,26 +88,15 @@ def native_verdict(
     )
 
 
-def config_verdict(layer: LayerDescription, verdict: Verdict, server: str, quantization: Quantization) -> Verdict:
-    """Take a yes back where the config does not have the server build FP8 experts, as the native path needs.
+def config_verdict(verdict: Verdict, server: str, quantization: Quantization) -> Verdict:
+    """Take a yes back where the config has the server build experts in another method than FP8, which its path was read for.
 
     SGLang builds MegaMoE weights in its FP8 method alone (0.5.23 layers/quantization/fp8.py:1898, 2235); vLLM fuses FP8 linears
     (0.33 model_executor/layers/fused_moe/deep_gemm_mega_moe.py:338-384).
     """
-    if not verdict.fused:
-        return verdict
-    if quantization.method is None:
-        message = f"{server} builds unquantised experts where the config names no quantisation method: the load fails"
-        hint = "write the quantization_config that belongs to these weights"
-        return because(Outcome.UNSAFE, "quantization-unstated", message, hint)
-    if quantization.method not in FP8_METHODS:
+    if verdict.fused and quantization.method not in (None, *FP8_METHODS):
         message = f"how {server} runs quant_method {quantization.method!r} with MegaMoE is not known: its path was read for fp8"
         return because(Outcome.UNKNOWN, "native-method", message)
-    names = (f"{layer.layer.name}.experts", layer.layer.shared.name if layer.layer.shared else "")
-    excluded = [entry for entry in quantization.ignore if any(covered([entry], name) for name in names)]
-    if excluded:
-        message = f"{quantization.ignore_key} may exclude experts of this layer, which {server} would then build unquantised"
-        return because(Outcome.UNKNOWN, "quantization-excluded", message, f"remove {some(excluded)}")
     return verdict
 
 
@@ -147,16 +134,6 @@ def _launch_groups(layer: LayerDescription) -> tuple[ExpertGroup, ExpertGroup] |
     return layer.routed, layer.shared
 
 
-def server_config_value(config: Mapping[str, Any], key: str) -> object:
-    """Read a key where DeepSeek-V4's server configs take it from; None when it is nowhere.
-
-    V4.1 nests its text model, and writes ``expert_dtype`` into ``quantization_config`` (vLLM 0.33
-    transformers_utils/configs/deepseek_v41.py:11-50).
-    """
-    sections = (*SECTIONS, "quantization_config") if key == "expert_dtype" else SECTIONS
-    return next((value for name in sections if (value := place(config, name).get(key)) is not None), None)
-
-
 def with_activation(config: Mapping[str, Any], verdict: Verdict, computed: tuple[str, ...]) -> Verdict:
     """Take a yes back where config.json names another activation than the fused path computes; ``computed``: those that it does.
 
@@ -164,19 +141,10 @@ def with_activation(config: Mapping[str, Any], verdict: Verdict, computed: tuple
     model_executor/models/deepseek_v2.py:278; SGLang 0.5.23 models/deepseek_v2.py:330, 720; 0.5.21 and vLLM 0.30 alike.
     """
     written = server_config_value(config, "hidden_act")
-    if not verdict.fused or written is None or written in computed:
+    if not verdict.fused or written is ABSENT or written in computed:
         return verdict
     message = f"hidden_act is {written!r}: fused experts compute {' or '.join(computed)} alone"
     return because(Outcome.REFUSED, "config-unsupported", message)
-
-
-def _config_refusals(config: Mapping[str, Any], target: Target) -> Iterator[Reason]:
-    for rule in target.rules:
-        value = server_config_value(config, rule.key)
-        if value is not None and value not in rule.allowed:
-            allowed = " or ".join(map(repr, rule.allowed))
-            message = f"{rule.key} is {value!r}: {target.engine} {target.release} raises for anything but {allowed} under MegaMoE"
-            yield Reason("config-unsupported", message)
 
 
 def _server_refusals(routed: ExpertGroup, at: LaunchWidths, target: Target) -> Iterator[Reason]:

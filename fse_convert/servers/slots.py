@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fse_convert.errors import counted
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
@@ -163,5 +164,5 @@ def slot_notes(description: Description, target: SlotTarget, verdicts: tuple[Ver
     changed = [d for d, v in zip(description.layers, verdicts, strict=True) if v.fused and _stored_apart(d)]
     if not changed:
         return ()
-    message = f"{target.engine} requantises the FP8 shared experts of {len(changed)} layers to MXFP4 while loading"
+    message = f"{target.engine} requantises the FP8 shared experts of {counted(len(changed), 'layer')} to MXFP4 while loading"
     return (Reason("slot-requantised", message, hint="the result is not that of the checkpoint's own weights"),)

@@ -11,6 +11,7 @@ from typing import Any
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.model.description import Description
 from fse_convert.model.quantization import Quantization
+from fse_convert.servers.config_keys import ROUTER_TENSORS
 from fse_convert.servers.f32_scales import UNREAD, Scales
 
 
@@ -32,6 +33,12 @@ class Subject:
     def fp8_modules(self, block: str) -> tuple[str, ...]:
         """Return the modules stored in FP8 of the layer that a MoE block is in, but for its routed experts."""
         return self._fp8_by_layer.get(_layer_of(block), ())
+
+    @cached_property
+    def router_tensors(self) -> frozenset[str]:
+        """Those of `ROUTER_TENSORS` with which the name of some tensor ends."""
+        names = [name for name in self.tensors if name.endswith(ROUTER_TENSORS)]
+        return frozenset(end for end in ROUTER_TENSORS if any(name.endswith(end) for name in names))
 
     @cached_property
     def _fp8_by_layer(self) -> Mapping[str, tuple[str, ...]]:

@@ -68,14 +68,6 @@ class HeldTwice(str, Enum):
 
 
 @dataclass(frozen=True)
-class ConfigRule:
-    """A key of config.json that must have one of some values, if it is there at all."""
-
-    key: str
-    allowed: tuple[object, ...]
-
-
-@dataclass(frozen=True)
 class Target:
     """One server release, or a bare contract.
 
@@ -92,7 +84,6 @@ class Target:
     * ``beside``: model types whose code runs MegaMoE and always keeps the shared expert out of it.
     * ``passed_over``: routed formats that it loads, and then runs without MegaMoE.
     * ``classes``: the model classes that have the path, for a config that names its class; empty: any.
-    * ``rules``: what the model code asks of config.json.
     * ``held_twice``: weights that it keeps two copies of.
     * ``slots``: where its gate of slot fusion was read, for the same model types; empty: it has none.
     * ``slots_fp8_32``: slots of FP8 experts in blocks of 32x32 were run.
@@ -114,7 +105,6 @@ class Target:
     beside: frozenset[str] = frozenset()
     passed_over: frozenset[StorageKind] = frozenset()
     classes: frozenset[str] = frozenset()
-    rules: tuple[ConfigRule, ...] = ()
     held_twice: frozenset[HeldTwice] = frozenset()
     slots: str = ""
     slots_fp8_32: bool = False
@@ -149,10 +139,6 @@ VLLM_CLASSES = V4_CLASS | {"DeepseekV4ForConditionalGeneration", "DeepseekV41For
 SGLANG_CLASSES = V4_CLASS | {"DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark"}
 """0.5.23 models/deepseek_v4.py, deepseek_v4_nextn.py, deepseek_v4_dspark.py; V4.1 is read as V4 (configs/deepseek_v41.py:38)."""
 SGLANG_CLASSES_0_5_21 = SGLANG_CLASSES | {"DeepseekV41ForCausalLM"}
-VLLM_RULES = (ConfigRule("scoring_func", ("sqrtsoftplus",)), ConfigRule("expert_dtype", ("fp4",)))
-"""DeepseekV4MoE.__init__ raises otherwise: 0.29 models/deepseek_v4/nvidia/model.py:780-790."""
-VLLM_RULES_0_31 = (*VLLM_RULES, ConfigRule("norm_topk_prob", (True,)))
-"""Since 0.31 (model.py:839) also without normalised top-k probabilities."""
 SGLANG_SCALES_TWICE = frozenset({HeldTwice.ROUTED_SCALES})
 """Interleaved, and as UTCCP takes them: 0.5.20 layers/moe/mega_moe.py:398-408, 0.5.23 :670-701."""
 SGLANG_TWICE = SGLANG_SCALES_TWICE | {HeldTwice.SHARED_GATE_UP}
@@ -171,24 +157,24 @@ TARGETS: tuple[Target, ...] = (
     _contract_row(MEGAMOE_128),
     Target(
         "vllm-0.29", "vLLM", "0.29", MEGAMOE_512, "models/deepseek_v4/nvidia/model.py:336, 394-455 (DeepGEMM 2.6.1)", VLLM,
-        model_types=V4_ONLY, beside=KIMI_K3, classes=V4_CLASS, rules=VLLM_RULES,
+        model_types=V4_ONLY, beside=KIMI_K3, classes=V4_CLASS,
     ),
     Target(
         "vllm-0.30", "vLLM", "0.30", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:412-441, 516-534", VLLM,
-        beside=KIMI_K3, classes=VLLM_CLASSES, rules=VLLM_RULES,
+        beside=KIMI_K3, classes=VLLM_CLASSES,
     ),
     Target(
         "vllm-0.31", "vLLM", "0.31", MEGAMOE_128, "models/deepseek_v4/nvidia/model.py:370, 443-475, 835-849", VLLM,
-        beside=KIMI_K3, classes=VLLM_CLASSES, rules=VLLM_RULES_0_31,
+        beside=KIMI_K3, classes=VLLM_CLASSES,
     ),
     Target(
         "vllm-0.32", "vLLM", "0.32", MEGAMOE_128, "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:195-298, 461", VLLM,
-        beside=KIMI_K3, classes=VLLM_CLASSES, rules=VLLM_RULES_0_31,
+        beside=KIMI_K3, classes=VLLM_CLASSES,
     ),
     Target(
         "vllm-0.33", "vLLM", "0.33", MEGAMOE_128,
         "model_executor/layers/fused_moe/deep_gemm_mega_moe.py:202, 214-245, 338-384", VLLM,
-        beside=KIMI_K3 | {"step5"}, classes=VLLM_CLASSES, rules=VLLM_RULES_0_31,
+        beside=KIMI_K3 | {"step5"}, classes=VLLM_CLASSES,
     ),
     Target(
         "sglang-0.5.20", "SGLang", "0.5.20", MEGAMOE_128, "layers/moe/mega_moe.py (no shape check; sgl-deep-gemm 0.2.0)", SGLANG,

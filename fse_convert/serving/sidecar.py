@@ -20,7 +20,7 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.left_out import find_clutter
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, SIDECAR, SUFFIX
-from fse_convert.errors import FseConvertError, NotServable, Problem, some
+from fse_convert.errors import FseConvertError, NotServable, Problem, counted, some
 from fse_convert.output.digests import file_sha256
 from fse_convert.servers.targets import Contract
 from fse_convert.sidecar.manifest import FETCH_AGAIN, FORMAT, FORMAT_VERSION, FileDigest, Manifest, check_digest, json_object, typed
@@ -321,7 +321,7 @@ def _layout_problems(folder: Path, manifest: Manifest, contents: SidecarContents
     listed, held = set(manifest.kernel_prefixes), set(contents.layers)
     for names, what in ((listed - held, "lacks"), (held - listed, "has, beyond those of the manifest,")):
         if names:
-            message = f"{what} {len(names)} layers in kernel layout: {some(sorted(names))}"
+            message = f"{what} {counted(len(names), 'layer')} in kernel layout: {some(sorted(names))}"
             yield Problem("sidecar-incomplete", message, str(folder / SIDECAR), FETCH_AGAIN)
 
 

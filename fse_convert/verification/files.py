@@ -11,7 +11,7 @@ from fse_convert.checkpoint.header import LENGTH_BYTES
 from fse_convert.checkpoint.left_out import BOOKKEEPING, find_clutter, notes
 from fse_convert.checkpoint.names import MANIFEST, SIDECAR, SIDECAR_INDEX
 from fse_convert.checkpoint.reader import Shard
-from fse_convert.errors import Problem
+from fse_convert.errors import Problem, counted
 from fse_convert.verification.expected import ExpectedFile, ExpectedOutput, ExpectedTensor, Holds, raw_header
 from fse_convert.verification.findings import Findings, Mismatch, bytes_mismatch, text_mismatches
 
@@ -69,7 +69,7 @@ def clutter_notes(out: LocalFolder, findings: Findings) -> Iterator[str]:
     """Say which clutter is there and was left out."""
     hub = [n for n in out.hidden if HUB_BOOKKEEPING.fullmatch(n)]
     if hub:
-        yield f"{len(hub):,} files of the hub client's bookkeeping in .cache/huggingface were left out"
+        yield f"left out: {counted(len(hub), 'file')} of the hub client's bookkeeping in .cache/huggingface"
     if not findings.strict:
         yield from (n.message for n in notes({n: kind for n, kind in out.clutter.items() if _is_harmless(n)}, ""))
 

@@ -89,6 +89,18 @@ def test_what_inspect_notes_convert_notes_too(
     assert conflicts <= {n["code"] for n in json.loads(text)["notes"]}
 
 
+@pytest.mark.parametrize("null", [True, False], ids=["null", "missing"])
+@pytest.mark.parametrize("key", ["global_quant_config", "exclude", "export"])
+def test_a_key_of_quark_that_is_null_is_as_one_that_is_missing(key: str, *, null: bool, source: Source, run: Run) -> None:
+    root = source("quark-mxfp4")
+    assert run("inspect", root, "--require", "vllm-0.33-aiter-mega")[0] == 0
+    edit_config(root, lambda c: c["quantization_config"].update({key: None}) if null else c["quantization_config"].pop(key))
+    code, text, _ = run("inspect", root, "--require", "vllm-0.33-aiter-mega", "--json")
+    found = json.loads(text)
+    assert (code, "quark-incomplete" in {c["code"] for c in found["conflicts"]}) == (1, True)
+    assert [t["target"] for t in found["targets"] if t["engine"] != "contract" and t["fused"]] == []
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "n_routed_experts"])
 def test_a_size_that_is_not_stated_is_no_yes_of_a_server(key: str, source: Callable[..., Path], tmp_path: Path, run: Run) -> None:
     root = source("v4-flash", layers=2)

@@ -61,7 +61,7 @@ def test_a_size_that_the_config_does_not_state(key: str, value: object, target: 
     assert f"{target} is not known to fuse: config-unstated" in err
 
 
-@pytest.mark.parametrize("limit", [float("nan"), -1, 0, "10", 10**400], ids=lambda v: str(v)[:5])
+@pytest.mark.parametrize("limit", [float("nan"), -1, 0, 10**400], ids=lambda v: str(v)[:5])
 def test_a_clamp_that_clamps_nothing_is_none(limit: object, source: Make, run: Run, tmp_path: Path) -> None:
     root = source()
     edit(root, {"swiglu_limit": limit}, "text_config")

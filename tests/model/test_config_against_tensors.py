@@ -91,7 +91,7 @@ def test_an_expert_dtype_that_servers_do_not_read_as_what_is_stored(written: str
 def test_an_exclusion_that_the_tensors_do_not_follow() -> None:
     found = conflicts(Model(), {**FP8, "modules_to_not_convert": ["layers.0.ffn.shared_experts"]})
     assert found == [
-        "layers.0.ffn.shared_experts: modules_to_not_convert excludes shared experts of 1 layers, which are stored quantised"
+        "layers.0.ffn.shared_experts: modules_to_not_convert excludes shared experts of 1 layer, which are stored quantised"
     ]
 
 

@@ -117,6 +117,32 @@ def test_commands_give_one_answer(key: str, source: Made, tmp_path: Path, run: R
         assert (exit_code, code in {p["code"] for p in json.loads(text)["problems"]}) == (3, True)
 
 
+@pytest.mark.parametrize(("written", "tables", "fits"), [(1, 1, True), (0, 0, True), (3, 1, False), (0, 1, False), (3, 0, False)])
+def test_layers_that_route_by_a_table_are_as_many_as_there_are_tables(written: int, tables: int, *, fits: bool) -> None:
+    model = Model(config={"num_hash_layers": written})
+    beside = {f"layers.{i}.ffn.gate.tid2eid": ("I64", (8, 1)) for i in range(tables)}
+    found = [c.message for c in description_of(model.full_config(), model.tensors() | beside).conflicts]
+    expected = f"num_hash_layers is {written}, expected {tables}, the layers whose gate has a tid2eid"
+    assert found == ([] if fits else [expected])
+
+
+@pytest.mark.parametrize("block", [{}, {"weight_block_size": None}], ids=["absent", "null"])
+@pytest.mark.parametrize("method", ["fp8", "deepseek_v4_fp8"])
+def test_blocks_that_the_config_does_not_state(method: str, block: dict[str, Any]) -> None:
+    """vLLM and SGLang then make one scale per matrix (layers/quantization/fp8.py of 0.33 and 0.5.23)."""
+    for shared, expected in (("fp8-128", ["config-block"]), ("fp8-tensor", []), ("mxfp8", [])):
+        scheme = {"quant_method": method, "activation_scheme": "dynamic", **block}
+        model = Model(shared=shared, config={"quantization_config": scheme})
+        found = description_of(model.full_config(), model.tensors()).conflicts
+        assert [c.code for c in found] == expected, shared
+    assert (
+        "there is no weight_block_size, experts are stored as FP8 128x128"
+        in description_of(Model(config={"quantization_config": scheme}).full_config(), Model(shared="fp8-128").tensors())
+        .conflicts[0]
+        .message
+    )
+
+
 def test_a_model_without_routed_experts_says_zero() -> None:
     """Dense Granite 4.0 has num_local_experts 0 and num_experts_per_tok 0, and a shared MLP in each layer."""
     config = {"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 0, "hidden_size": 64,

@@ -59,6 +59,9 @@ def unsafe(about: Subject, code: str) -> dict[str, str]:
     return found
 
 
+VLLM_128 = [*(f"vllm-0.{n}" for n in range(31, 34)), *MEGA]
+SGLANG_128 = ["sglang-0.5.22", "sglang-0.5.23"]
+"""Native targets that fuse width 256, and AITER MegaMoE."""
 NATIVE_FP4 = Model(shared="mxfp4", config={"quantization_config": FP8})
 QUARKS_NAMES = replace(NATIVE_FP4, routed="mxfp4-u8", shared="mxfp4-u8")
 REGULAR = {r"re:mtp\.0\.ffn\.shared_experts\..*": FP8_SPEC}
@@ -108,6 +111,25 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
         Model(shared="fp8-32-u8", config={"quantization_config": {**FP8, "weight_block_size": [32, 32]}}),
         "shared-scale-bytes",
         dict.fromkeys([f"vllm-0.{n}" for n in range(31, 34)], "xxx"),
+    ),
+    *(
+        (
+            f"{entry} among {key}",
+            Model(shared="fp8-128", config={"quantization_config": {**FP8, "ignored_layers": [], key: [entry]}}),
+            "quantization-excluded",
+            {n: found for names, found in ((VLLM_128, vllm), (SGLANG_128, sglang), (SLOTS, slots)) if found for n in names},
+        )
+        for key, entry, vllm, sglang, slots in (
+            ("ignored_layers", "layers.0.ffn.experts", "xff", "", ""),
+            ("ignored_layers", "layers.1.ffn.shared_experts.w2", "fxf", "", ""),
+            ("ignored_layers", "layers.1.ffn.shared_experts.w1", "fxf", "", ""),  # one of two shards: vLLM raises
+            ("ignored_layers", "layers.0.ffn.shared_experts", "", "", ""),
+            ("ignored_layers", "model.layers.0.mlp.experts", "", "xff", "xff"),
+            ("ignored_layers", "model.decoder.mlp.experts", "", "ffx", "ffx"),
+            ("ignored_layers", "down_proj", "", "xxx", ""),
+            ("modules_to_not_convert", "layers.0.ffn.experts", "xff", "", ""),
+            ("modules_to_not_convert", "down_proj", "", "", ""),  # SGLang reads the empty list
+        )
     ),
     (
         "FP8 without an activation scheme",

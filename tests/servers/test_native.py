@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fse_convert.servers.native import LaunchWidths, kernel_verdict, native_verdict, server_config_value
+from fse_convert.servers.config_keys import ABSENT, server_config_value
+from fse_convert.servers.native import LaunchWidths, kernel_verdict, native_verdict
 from fse_convert.servers.targets import CONTRACTS, FP8_SHARED, find_target
 from fse_convert.servers.verdict import Outcome, Verdict
 from fse_convert.testing.memory import Model, expert, subject_of
@@ -65,6 +66,8 @@ def test_judging_at_padded_widths_is_judging_the_padded_checkpoint(name: str) ->
         ({"scoring_func": "sigmoid"}, "config-unsupported"),
         ({"expert_dtype": "fp8"}, "config-unsupported"),
         ({"norm_topk_prob": False}, "config-unsupported"),
+        ({"scoring_func": None}, "config-unsupported"),
+        ({"expert_dtype": None}, "config-unsupported"),
     ],
 )
 def test_what_vllms_model_code_raises_for(name: str, config: dict[str, Any], code: str) -> None:
@@ -79,8 +82,9 @@ def test_v41s_keys_are_found_where_v41_writes_them() -> None:
     config = {"text_config": {"scoring_func": "a"}, "quantization_config": {"expert_dtype": "fp4", "scoring_func": "b"}}
     assert server_config_value(config, "scoring_func") == "a"
     assert server_config_value(config, "expert_dtype") == "fp4"
-    assert server_config_value(config, "norm_topk_prob") is None
+    assert server_config_value(config, "norm_topk_prob") is ABSENT
     assert server_config_value({"expert_dtype": "fp8", **config}, "expert_dtype") == "fp8"
+    assert server_config_value({"expert_dtype": None, **config}, "expert_dtype") is None
 
 
 @pytest.mark.parametrize(

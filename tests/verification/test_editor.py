@@ -258,7 +258,7 @@ def test_what_the_hubs_client_leaves_is_a_note(out: Path, verify: Run, run: Run)
         (out / ".cache/huggingface" / name).write_bytes(b"x")
     for code, text, _ in (verify("--level", "storage"), run("verify", out)):
         assert code == 0
-        assert "note: 3 files of the hub client's bookkeeping in .cache/huggingface were left out" in text
+        assert "note: left out: 3 files of the hub client's bookkeeping in .cache/huggingface" in text
 
 
 def test_a_sample_is_another_one_every_time(out: Path, verify: Run) -> None:

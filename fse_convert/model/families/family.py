@@ -130,7 +130,7 @@ class Family:
     widths: tuple[Width, ...] = MOE
     readings: tuple[Width, ...] = ()
     depth_keys: tuple[str, ...] = ("num_hidden_layers",)
-    n_routed_keys: tuple[str, ...] = ("n_routed_experts",)
+    n_routed_keys: tuple[str, ...] = ("n_routed_experts", "num_local_experts")  # an alias in transformers' classes, which wins
     n_shared_keys: tuple[str, ...] = ("n_shared_experts",)
     hidden_key: str = "hidden_size"
     lists: str = ""

@@ -103,6 +103,7 @@ WITH_SHARED: tuple[Family, ...] = (
         source="vLLM 0.33 model_executor/models/deepseek_vl2.py:349, deepseek_ocr.py:366;"
         " SGLang 0.5.23 configs/deepseekvl2.py:675, deepseek_ocr.py:928; transformers 5.24 unlimited_ocr, deepseek_ocr2",
         layers=r"(?:language\.)?model\.(?:language_model\.)?layers",
+        n_routed_keys=("n_routed_experts",),
         mtp_key=None,
     ),
     Family(
@@ -317,6 +318,7 @@ WITH_SHARED: tuple[Family, ...] = (
         name="openPangu",
         model_types=("pangu_ultra_moe",),
         source="vLLM 0.33 model_executor/models/openpangu.py:149-199, 885",
+        n_routed_keys=("n_routed_experts",),
     ),
     replace(
         DEEPSEEK_V3,

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from fse_convert.errors import Problem, size
+from fse_convert.errors import Problem, counted, size
 from fse_convert.inspection import Inspection
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import NO_PATH, TOPICS
-from fse_convert.report.console import counted, gathered, runs, span
+from fse_convert.report.console import gathered, runs, span
 from fse_convert.report.inspection.costs import advised_cost, cost_rows, cost_words
 from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import Answer, Question

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fse_convert.errors import counted
 from fse_convert.model.description import LayerDescription
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
@@ -217,5 +218,5 @@ def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts:
     changed = [shared for shared in fused if shared.gate.kind is not StorageKind.MXFP4]
     if not question.mega_moe or not changed:
         return ()
-    message = f"vLLM requantises the shared experts of {len(changed)} layers to MXFP4 while loading"
+    message = f"vLLM requantises the shared experts of {counted(len(changed), 'layer')} to MXFP4 while loading"
     return (Reason("aiter-requantised", message, hint="the result is not that of the checkpoint's own weights"),)

@@ -25,8 +25,9 @@ COUNTED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "either": (("num_experts", "num_local_experts"), ()),
     "local": (("num_local_experts",), ()),
     "routed": (("n_routed_experts",), ()),
+    "DeepSeek's": (("n_routed_experts", "num_local_experts"), ("n_shared_experts",)),
 }
-"""Names of the numbers of routed and of shared experts, where they are not DeepSeek's."""
+"""Names of the numbers of routed and of shared experts; the last are those of families that are not below."""
 COUNTS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(
         ("Ling", "Param2", "EXAONE-MoE", "AFMoE", "K2-Horizon", "Cohere2-MoE", "XVERSE-MoE", "Hunyuan-V3", "Kimi-K3"),
@@ -37,6 +38,7 @@ COUNTS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("Qwen3-MoE", "OLMoE", "Mellum", "Jamba"), COUNTED["either"]),
     **dict.fromkeys(("Mixtral", "MiniMax-M2"), COUNTED["local"]),
     **dict.fromkeys(("MiMo-V2", "LongCat-Flash"), COUNTED["routed"]),
+    **dict.fromkeys(("DeepSeek-VL2", "openPangu"), (("n_routed_experts",), ("n_shared_experts",))),
     "MiniMax-M3": (("num_local_experts",), ("n_shared_experts",)),
     "Kimi-Linear": (("num_experts",), ("num_shared_experts", "n_shared_experts")),
     "Ernie-4.5": (("moe_num_experts",), ("moe_num_shared_experts",)),
@@ -54,7 +56,7 @@ COUNTERS = sorted({name for pair in COUNTED.values() for names in pair for name 
 @pytest.mark.parametrize("key", COUNTERS)
 @pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.model_type)
 def test_a_number_of_experts_is_read_under_the_names_that_loaders_know_and_under_no_other(release: Release, key: str) -> None:
-    routed, shared = COUNTS_OF.get(release.family, (("n_routed_experts",), ("n_shared_experts",)))
+    routed, shared = COUNTS_OF.get(release.family, COUNTED["DeepSeek's"])
     tensors = tensors_of(release)
     config = {k: v for k, v in release.config.items() if k not in (*routed, *shared)}
     counts = {key: EXPERTS + 1 if key in routed else 7 * release.n_shared}

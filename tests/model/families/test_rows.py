@@ -18,6 +18,7 @@ from fse_convert.model.moe import LayerKind, Role
 from fse_convert.plan.decide import decide
 from fse_convert.plan.plan import Options
 from fse_convert.plan.source import describe_source
+from fse_convert.servers.config_keys import FLAT
 from fse_convert.servers.judge import find_any, judge
 from fse_convert.testing.examples import example_of
 from fse_convert.testing.memory import PROJ, Tensors, checkpoint, description_of, expert, subject_of
@@ -91,13 +92,28 @@ def test_nested_or_flat_in_any_order_the_answer_is_the_same(release: Release, ch
     assert bool(conflicts) is (bool(wrong) and (change != "wrong depth" or numbered_on or bool(each)))
 
 
+@pytest.mark.parametrize("release", [r for r in RELEASES if r.model_type in FLAT], ids=lambda r: r.model_type)
+def test_what_a_config_class_reads_at_the_top_level_alone_is_no_yes_where_it_is_nested(release: Release) -> None:
+    """vLLM raises for a ``text_config`` that the class does not know, whatever stands in it."""
+    flat = config_of(replace(release, nested=False))
+    nested = config_of(replace(release, nested=True, section="text_config"))
+    for config in (nested, {**flat, "text_config": {}}, {**flat, "text_config": {"quantization_config": FP8}}):
+        answers = judge(subject_of(config, tensors_of(release)))
+        assert [a.name for a in answers if a.fused and a.engine.startswith(("vLLM", "SGLang"))] == []
+    assert judge(subject_of({**flat, "text_config": None}, tensors_of(release))) == judge(subject_of(flat, tensors_of(release)))
+
+
 def answer(config: dict[str, Any], release: Release) -> tuple[Any, ...]:
     """What is made of a checkpoint: its layers, conflicts and gaps, and every server's verdict on decoder layers."""
     about = subject_of(config, tensors_of(release))
     found = about.description
     decoder = [i for i, d in enumerate(found.layers) if d.layer.kind is LayerKind.DECODER]
-    verdicts = tuple(
-        (a.name, v.outcome, tuple(r.code for r in v.reasons)) for a in judge(about) for v in (a.layers[i] for i in decoder)
+    verdicts = (
+        ()
+        if release.model_type in FLAT
+        else tuple(  # of a nested one of these no server takes the config
+            (a.name, v.outcome, tuple(r.code for r in v.reasons)) for a in judge(about) for v in (a.layers[i] for i in decoder)
+        )
     )
     gaps = tuple(p.code for p in found.gaps)
     codes = frozenset(c.code for c in found.conflicts if not c.code.startswith("quantization"))

@@ -67,7 +67,7 @@ def test_a_mend_and_a_recoding_may_both_be_needed(small: Make) -> None:
 
 def test_a_native_target_is_mended_and_padded_at_once(small: Make) -> None:
     def damage(root: Any) -> None:
-        layer = {"ignored_layers": ["layers.0.ffn.shared_experts", "layers.1.ffn.shared_experts", "layers.2.ffn.shared_experts"]}
+        layer = {"ignored_layers": [f"layers.{i}.ffn.shared_experts.w2" for i in range(3)]}
         edit_config(root, lambda config: config["quantization_config"].update(layer))
 
     source = small("v4-flash", damage)
