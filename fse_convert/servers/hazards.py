@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.model.description import LayerDescription
@@ -21,6 +22,7 @@ from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
 from fse_convert.servers.aiter.rules import EXPERT_DTYPES, AiterQuestion
 from fse_convert.servers.aiter.vllm_config import VllmQuantKind
+from fse_convert.servers.drafters import DRAFTERS, Drafter
 from fse_convert.servers.left_out import LeftOut, sglang_left_out, vllm_left_out
 from fse_convert.servers.release_names import is_since
 from fse_convert.servers.sglang_quark import SglangQuark, is_fp4, specs
@@ -143,14 +145,9 @@ def _unchecked_glm(s: Situation) -> bool:
     return glm and is_stored(s.routed, MXFP4) and is_stored(s.shared, PLAIN)
 
 
-def _drafter_short(s: Situation) -> bool:
-    """Tell whether config.json promises more drafter layers than the tensors show; DeepSeek-V4's DSpark reads no such key."""
-    family, layers = s.subject.description.family, s.subject.description.layers
-    if family is None or not (s.is_drafter and s.verdict.fused and s.target.engine.startswith("vLLM")):
-        return False
-    read = s.subject.description.model_type != "deepseek_v4" or family.value(s.subject.config, "dspark_target_layer_ids") is None
-    promised = family.number(s.subject.config, family.mtp_key) or 0
-    return read and promised > sum(d.layer.kind is LayerKind.MTP for d in layers)
+def _drafter_short(row: Drafter, s: Situation) -> bool:
+    fused = s.is_drafter and s.verdict.fused
+    return fused and row.is_short(s.target.engine, s.subject.description, s.subject.config)
 
 
 def _unstated(s: Situation) -> bool:
@@ -262,14 +259,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "0.29 models/deepseek_v4/amd/mtp.py:460, 0.30:463, 0.31:494, 0.32:499, 0.33 alike: no redirect of shared experts",
         lambda s: s.is_drafter and s.vllm_slot and s.vllm_v4,
     ),
-    Hazard(
-        "drafter-short",
-        "builds as many drafter layers as config.json promises, and some have no tensors: the load fails, or they stay empty",
-        "fetch the missing layers, or serve without the drafter",
-        "0.33 models/deepseek_v4/nvidia/mtp.py:218, 513 and model_executor/models/deepseek_mtp.py:530 raise;"
-        " models/deepseek_v41/nvidia/dspark.py:85-89 and qwen3_5_mtp.py check nothing",
-        _drafter_short,
-    ),
+    *(Hazard("drafter-short", row.message, row.hint, row.source, partial(_drafter_short, row)) for row in DRAFTERS),
     FP8_BLOCK_HAZARD,
     Hazard(
         "aiter-slots-unloaded",

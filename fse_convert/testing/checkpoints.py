@@ -143,7 +143,7 @@ def _fit(c: dict[str, Any], traits: Kind, mtp: int, mtp_experts: int) -> None:
         "shared_expert_intermediate_size": c["moe_intermediate_size"],
         "first_k_dense_replace": min(c.get("first_k_dense_replace", 0), layers),
         "compress_ratios": [traits.ratio(layer) for layer in range(layers)] + [0] * mtp,
-        "dspark_target_layer_ids": list(range(max(0, layers - 3), layers)),
+        "dspark_target_layer_ids": list(range(max(0, layers - (mtp or 3)), layers)),
         "dspark_n_routed_experts": mtp_experts,
         "dspark_num_experts_per_tok": min(c.get("dspark_num_experts_per_tok", 0), mtp_experts),
     }

@@ -66,6 +66,24 @@ NATIVE_FP4 = Model(shared="mxfp4", config={"quantization_config": FP8})
 QUARKS_NAMES = replace(NATIVE_FP4, routed="mxfp4-u8", shared="mxfp4-u8")
 REGULAR = {r"re:mtp\.0\.ffn\.shared_experts\..*": FP8_SPEC}
 SHARED_NAMES = [f"{layer}.ffn.shared_experts.w{n}" for layer in ("layers.0", "layers.1", "mtp.0") for n in (1, 2, 3)]
+SHORT_VLLM = {
+    **dict.fromkeys(["vllm-0.31", "vllm-0.32", "vllm-0.33", "vllm-0.33-aiter-mega"], "ffx"),
+    **dict.fromkeys(["vllm-0.30-aiter", "vllm-0.31-aiter", "vllm-0.32-aiter"], "uux"),
+}
+SHORT_SGLANG = dict.fromkeys(["sglang-0.5.23", *SLOTS[1:]], "ffx")
+SHORT_V41 = {name: letters for name, letters in SHORT_VLLM.items() if name != "vllm-0.33-aiter-mega"}
+
+
+def watched(promised: int, layers: int) -> dict[str, Any]:
+    """Keys of a DSpark drafter that watches some layers."""
+    return {"num_nextn_predict_layers": promised, "dspark_target_layer_ids": list(range(layers))}
+
+
+def twice(letters: dict[str, str]) -> dict[str, str]:
+    """The same verdicts where two layers of the drafter are there."""
+    return {name: found + found[-1] for name, found in letters.items()}
+
+
 CASES: list[tuple[str, Model, str, dict[str, str]]] = [
     (
         "FP8 experts, no quantisation stated",
@@ -137,19 +155,18 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
         "activation-scheme-missing",
         dict.fromkeys([*(f"vllm-0.{n}" for n in range(31, 34)), "sglang-0.5.23", *SLOTS], "xxx"),
     ),
+    ("a drafter of five layers, of which one is there", Model(config={"num_nextn_predict_layers": 5}), "drafter-short", SHORT_VLLM),
     (
-        "a drafter of five layers, of which one is there",
-        Model(config={"num_nextn_predict_layers": 5}),
+        "DSpark of V4: three stages, whatever config.json promises",
+        Model(mtp=2, config=watched(1, 1)),
         "drafter-short",
-        dict.fromkeys(["vllm-0.31", "vllm-0.32", "vllm-0.33", "vllm-0.33-aiter-mega"], "ffx")
-        | {f"vllm-{n}-aiter{kernel}": "uux" for n in ("0.30", "0.31", "0.32") for kernel in ("", "-fhmoe")},
+        twice(SHORT_VLLM),
     ),
-    (
-        "DSpark, whose number of layers V4's class does not read",
-        Model(config={"num_nextn_predict_layers": 5, "dspark_target_layer_ids": [1]}),
-        "drafter-short",
-        {},
-    ),
+    ("DSpark of V4, all there", Model(mtp=3, config=watched(1, 3)), "drafter-short", {}),
+    ("DSpark of V4, as many as n_mtp_layers", Model(config=watched(3, 1) | {"n_mtp_layers": 1}), "drafter-short", {}),
+    ("DSpark of V4.1, three promised", Model(mtp=2, config=V41 | watched(3, 2)), "drafter-short", twice(SHORT_V41)),
+    ("DSpark of V4.1, all there", Model(config=V41 | watched(1, 1)), "drafter-short", {}),
+    ("SGLang: a stage per watched layer", Model(config=V41 | watched(1, 2)), "drafter-short", SHORT_SGLANG),
     ("a drafter of which more is there than is promised", Model(mtp=3), "drafter-short", {}),
     ("V4 by Quark", quark(), "aiter-fp4-overlooked", {}),
     ("V4 by Quark, scales under their native name", quark("mxfp4", routed="mxfp4"), "aiter-fp4-overlooked", {}),
