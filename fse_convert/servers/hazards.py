@@ -25,7 +25,7 @@ from fse_convert.servers.aiter.vllm_config import VllmQuantKind
 from fse_convert.servers.drafters import DRAFTERS, Drafter
 from fse_convert.servers.left_out import LeftOut, sglang_left_out, vllm_left_out
 from fse_convert.servers.release_names import is_since
-from fse_convert.servers.sglang_quark import SglangQuark, is_fp4, specs
+from fse_convert.servers.sglang_quark import SglangQuark, is_fp4
 from fse_convert.servers.situation import Situation, is_stored
 from fse_convert.servers.slots import SlotTarget
 from fse_convert.servers.subject import Subject
@@ -111,10 +111,9 @@ def misread(question: AiterQuestion, modules: tuple[str, ...], k: int | None = N
         if layers is None:
             return ()
         question, here, there = drafter(question, k, layers), f"mtp.{k}.", f"model.layers.{layers + k}."
-    found = question.renames.apply_keys(specs(question.quant.quark.get("layer_quant_config")))
     general = question.quant.quark.get("global_quant_config")
     names = {module: question.renames.apply(module.replace(here, there, 1) if here else module) for module in modules}
-    return tuple(module for module, name in names.items() if is_fp4(quark_layer_config(name, found) or general))
+    return tuple(module for module, name in names.items() if is_fp4(quark_layer_config(name, question.quark_specs) or general))
 
 
 def _globbed(s: Situation) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.families import NO_RENAMES
-from fse_convert.servers.aiter.patterns import Renames
+from fse_convert.servers.aiter.patterns import Renames, specs
 from fse_convert.servers.release_names import is_since
 
 _NAMES = Renames(
@@ -31,20 +32,13 @@ RENAMED_SINCE = "0.5.22"
 """The first release that renames a config's modules to its own, and that looks at the draft's block."""
 
 
-def specs(value: object) -> Mapping[str, Mapping[str, Any]]:
-    """Return those entries of a ``layer_quant_config`` that are objects; none where it is something else."""
-    if not isinstance(value, Mapping):
-        return {}
-    return {key: spec for key, spec in value.items() if isinstance(key, str) and isinstance(spec, Mapping)}
-
-
 def is_fp4(spec: object) -> bool:
     """Tell whether a Quark scheme has FP4 weights."""
     weight = spec.get("weight") if isinstance(spec, Mapping) else None
     return isinstance(weight, Mapping) and weight.get("dtype") == "fp4"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SglangQuark:
     """One Quark config as one release reads it, for the model or (``draft``) for its NextN drafter."""
 
@@ -66,7 +60,7 @@ class SglangQuark:
     def _config_names(self) -> Renames:
         return self._names if self.renames else NO_RENAMES
 
-    @property
+    @cached_property
     def _specs(self) -> Mapping[str, Mapping[str, Any]]:
         return self._config_names.apply_keys(specs(self.raw.get("layer_quant_config")))
 

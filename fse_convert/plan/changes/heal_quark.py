@@ -21,8 +21,9 @@ from fse_convert.plan.changes.modules import (
     unquantised,
 )
 from fse_convert.plan.changes.quark import decoder_layers, twin
+from fse_convert.servers.aiter.patterns import specs
 from fse_convert.servers.aiter.vllm_config import is_mxfp4
-from fse_convert.servers.sglang_quark import is_fp4, specs
+from fse_convert.servers.sglang_quark import is_fp4
 from fse_convert.servers.subject import Subject
 
 KV_SCALES = (".k_scale", ".v_scale", ".output_scale")

@@ -22,8 +22,8 @@ from fse_convert.plan.changes.config_places import name_list, quark_section
 from fse_convert.plan.changes.modules import Matrix, Tensors, experts_module, is_all, linears, matrices, unquantised
 from fse_convert.plan.changes.quark import quark_config, quark_obstacle, quark_tensors
 from fse_convert.plan.tensors import Recoded, Rule, TensorSpec
+from fse_convert.servers.aiter.patterns import specs
 from fse_convert.servers.aiter.vllm_config import is_mxfp4
-from fse_convert.servers.sglang_quark import specs
 from fse_convert.servers.subject import Subject
 
 NAME = "shared-mxfp4"

@@ -140,6 +140,13 @@ def _matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(matched)  # all are tried, since one that is not understood leaves the answer open
 
 
+def specs(value: object) -> Mapping[str, Mapping[str, Any]]:
+    """Return those entries of a ``layer_quant_config`` that are objects; none where it is something else."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {key: spec for key, spec in value.items() if isinstance(key, str) and isinstance(spec, Mapping)}
+
+
 def quark_layer_config(name: str, configs: Mapping[str, Any]) -> Any:
     """Return the scheme that Quark's ``layer_quant_config`` gives a module, None where no entry is for it.
 

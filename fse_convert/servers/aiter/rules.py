@@ -23,6 +23,7 @@ from fse_convert.servers.aiter.patterns import (
     modelopt_excluded,
     quark_layer_config,
     shards,
+    specs,
 )
 from fse_convert.servers.aiter.vllm_config import (
     VllmQuant,
@@ -92,6 +93,11 @@ class AiterQuestion:
     def quark_configs(self) -> Mapping[str, Any]:
         """Quark's schemes of single modules, of which there may be thousands, as the server renames them."""
         return self.renames.apply_keys(as_mapping(self.quant.quark.get("layer_quant_config") or {}, "layer_quant_config"))
+
+    @cached_property
+    def quark_specs(self) -> Mapping[str, Any]:
+        """Those of them that are objects; none where they are something else."""
+        return self.renames.apply_keys(specs(self.quant.quark.get("layer_quant_config")))
 
     def read(self, key: str, default: Any = None) -> Any:
         """Read an attribute of the server's config object, where V4.1's ``text_config`` is laid flat.
