@@ -108,6 +108,7 @@ class _Grouper:
 
     def run(self, tensors: Mapping[str, TensorInfo]) -> Grouping:
         heads, names = self.heads, self.family.routed_names
+        parts: dict[str, tuple[str, str] | None] = {}  # most experts have the same few
         for name, info in tensors.items():
             head, routed, tail = name.partition(ROUTED)
             if not routed:
@@ -118,11 +119,14 @@ class _Grouper:
                 self.strays.append(info)
                 continue
             expert, _, rest = tail.partition(".")
-            projection, _, suffix = rest.partition(".")
-            if projection not in names or not _is_part(suffix):
+            if rest not in parts:
+                projection, _, suffix = rest.partition(".")
+                parts[rest] = (projection, suffix) if projection in names and _is_part(suffix) else None
+            part = parts[rest]
+            if part is None:
                 self._odd(block, info, tail)
             elif expert in block.routed or _is_number(expert):
-                block.routed.setdefault(expert, {}).setdefault(projection, {})[suffix] = info
+                block.routed.setdefault(expert, {}).setdefault(part[0], {})[part[1]] = info
             else:
                 block.unknown.append(name)
         return self._grouping()

@@ -104,12 +104,13 @@ def make_offers(answers: Sequence[Answer], source: Source, tp: int = 1) -> Offer
     """
     unfused = {a.name: a for a in answers if not a.fused and a.engine != CONTRACT and _has_path(a)}
     heal = Options(None, heal=True)
-    mends = _mends(decider(source)(heal))
+    mends: tuple[str, ...] = ()
     offers: list[Offer] = []
     helped: dict[str, bool] = {}
     for asked in (Options(None, tp=tp), Options(None, tp=tp, lossy=True, shared_mxfp4=True)):
         decide = decider(source)
         if not asked.lossy:
+            mends = _mends(decide(heal))
             offers += _own_values(answers, decide, source, tp)
         names = [name for name in unfused if helped.get(name, True)]
         made, found = _tried(names, answers, decide, source, asked)

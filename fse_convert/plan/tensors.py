@@ -158,6 +158,11 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     change: Change
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return self.change.source.nbytes if isinstance(self.change, Copied) else prod(self.shape) * element_bytes(self.dtype)
+
 
 class OutputTensor(NamedTuple):
     """One tensor of an output shard; ``[start, end)`` are bytes of the shard's payload."""
@@ -221,8 +226,8 @@ def placed(tensors: Iterable[TensorSpec]) -> tuple[OutputTensor, ...]:
     """Lay tensors out one after the other."""
     result: list[OutputTensor] = []
     at = 0
-    for name, dtype, shape, change in tensors:
-        end = at + (change.source.nbytes if isinstance(change, Copied) else prod(shape) * element_bytes(dtype))
-        result.append(OutputTensor(name=name, dtype=dtype, shape=shape, start=at, end=end, change=change))
+    for t in tensors:
+        end = at + t.nbytes
+        result.append(OutputTensor(name=t.name, dtype=t.dtype, shape=t.shape, start=at, end=end, change=t.change))
         at = end
     return tuple(result)

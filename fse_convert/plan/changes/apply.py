@@ -55,11 +55,14 @@ def _stand_ins(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]], grown:
 def _shard(shard: Shard, specs: Mapping[str, tuple[TensorSpec, ...]]) -> Shard:
     if specs.keys().isdisjoint(t.name for t in shard.header.tensors):
         return shard
-    tensors = tuple(
-        TensorInfo(name=t.name, shard=shard.name, dtype=t.dtype, shape=t.shape, start=t.start, end=t.end)
-        for t in lay_out(shard, specs, {})
-    )
-    return replace(shard, header=replace(shard.header, tensors=tensors, payload=tensors[-1].end))
+    tensors: list[TensorInfo] = []
+    at = 0
+    for t in shard.header.tensors:
+        for new in specs.get(t.name, (t,)):
+            end = at + new.nbytes
+            tensors.append(TensorInfo(name=new.name, shard=shard.name, dtype=new.dtype, shape=new.shape, start=at, end=end))
+            at = end
+    return replace(shard, header=replace(shard.header, tensors=tuple(tensors), payload=at))
 
 
 def _scales(scales: Scales, specs: Mapping[str, tuple[TensorSpec, ...]]) -> Scales:

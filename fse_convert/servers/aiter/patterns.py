@@ -71,17 +71,7 @@ class Renames:
 
     def apply(self, name: str) -> str:
         """Return the module name that the server uses for a name in the checkpoint's config."""
-        for pattern, new in self.regexes:
-            name = re.sub(pattern, new, name)
-        for old, new in self.substrings:
-            name = name.replace(old, new, 1)
-        for old, new in self.prefixes:
-            if name.startswith(old):
-                name = new + name[len(old) :]
-        for old, new in self.suffixes:
-            if name.endswith(old):
-                name = name[: -len(old)] + new
-        return name
+        return _renamed(self, name)
 
     def apply_all(self, names: Iterable[str]) -> tuple[str, ...]:
         """Rename every entry of a list."""
@@ -90,6 +80,21 @@ class Renames:
     def apply_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Rename the keys of a mapping; of two keys that become equal, the later one wins."""
         return {self.apply(name): value for name, value in values.items()}
+
+
+@lru_cache(maxsize=1 << 16)  # every release of a server asks for the same thousands of names
+def _renamed(rules: Renames, name: str) -> str:
+    for pattern, new in rules.regexes:
+        name = re.sub(pattern, new, name)
+    for old, new in rules.substrings:
+        name = name.replace(old, new, 1)
+    for old, new in rules.prefixes:
+        if name.startswith(old):
+            name = new + name[len(old) :]
+    for old, new in rules.suffixes:
+        if name.endswith(old):
+            name = name[: -len(old)] + new
+    return name
 
 
 @lru_cache(maxsize=4096)
