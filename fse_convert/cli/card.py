@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from fse_convert.cli.app import cli
-from fse_convert.cli.options import FOLDER, hub_name
+from fse_convert.cli.options import FOLDER, hub_name, log_options
+from fse_convert.report.log import Log
 
 
 @cli.command(
@@ -19,9 +20,12 @@ from fse_convert.cli.options import FOLDER, hub_name
     )
 )
 @click.argument("out", type=FOLDER)
-@click.option("--repo", callback=hub_name, metavar="ORG/NAME", help="Where OUT is published, for the commands in the section.")
+@click.option(
+    "--repo", callback=hub_name, metavar="ORG/NAME[@REVISION]", help="Where OUT is published, for the commands in the section."
+)
 @click.option("--base", callback=hub_name, metavar="ORG/NAME[@REVISION]", help="The model on the Hub that OUT was made from.")
-def card(out: Path, repo: str, base: str) -> None:
+@log_options
+def card(out: Path, repo: str, base: str, log: Log) -> None:
     """Print a section for the model card of OUT.
 
     Markdown to paste into README.md before OUT is published: base model, what changed, what was proved, and how to serve it, as
@@ -30,11 +34,12 @@ def card(out: Path, repo: str, base: str) -> None:
     from fse_convert.checkpoint.folder import LocalFolder
     from fse_convert.errors import environment
     from fse_convert.report.card import card as section
-    from fse_convert.report.log import Log
     from fse_convert.sidecar.manifest import read_manifest
 
     with environment(out):
         manifest = read_manifest(LocalFolder(out))
     click.echo(section(manifest, out, repo, base), nl=False)
     if repo:
-        Log().done(shlex.join(["fse-convert", "verify", str(out)]), shlex.join(["hf", "upload", repo, str(out)]))
+        name, _, revision = repo.partition("@")
+        upload = ["hf", "upload", name, str(out), *(["--revision", revision] if revision else [])]
+        log.done(shlex.join(["fse-convert", "verify", str(out)]), shlex.join(upload))

@@ -28,16 +28,18 @@ MEND = "A defect of `config.json` or of labels was mended, no value of the model
 def card(manifest: Manifest, folder: Path, repo: str = "", base: str = "") -> str:
     """Return the section of an output in ``folder`` as Markdown.
 
-    ``repo``: its own repository on the Hub; ``base``: its base model, ``org/name`` or ``org/name@revision``; empty if not known.
+    ``repo``: its own repository on the Hub, ``base``: its base model, both ``org/name`` or ``org/name@revision``; empty if not known.
     """
-    target, place = _target(manifest), shlex.quote(repo.rpartition("/")[2] or folder.resolve().name)
+    name, _, own_revision = repo.partition("@")
+    target, place = _target(manifest), shlex.quote(name.rpartition("/")[2] or folder.resolve().name)
     (model, _, revision), fse = base.partition("@"), manifest.contract is not None
     return template("card.md.j2").render(
         manifest=manifest,
         base=base,
         base_url=f"https://huggingface.co/{model}{f'/tree/{revision}' if revision else ''}",
         source=f"hf://{base}" if base else "CHECKPOINT",
-        repo=repo,
+        repo=name,
+        revision=own_revision,
         place=place,
         changes=list(_changes(manifest)),
         proof={level: _level(getattr(manifest.proof, level)) for level in ("storage", "numerics", "kernel")},

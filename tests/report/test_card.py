@@ -44,6 +44,26 @@ def test_the_section_of_a_padded_checkpoint(converted: Make, run: Run) -> None:
     assert section.endswith(f"\n{ALONE} vLLM 0.30 fuses 3 of 3 MoE layers of it.\n")
 
 
+def test_its_commands_stand_in_the_order_in_which_they_are_used(converted: Make, run: Run) -> None:
+    section = run("card", converted("vllm-0.30"), "--repo", "me/V4.1-fse")[1]
+    assert [words[:2] for words in commands(section)] == [
+        ["hf", "download"], ["fse-convert", "verify"], ["fse-convert", "verify"], ["fse-convert", "restore"], ["vllm", "serve"],
+    ]  # fmt: skip
+
+
+def test_a_revision_of_the_output_is_uploaded_and_downloaded(converted: Make, run: Run) -> None:
+    out = converted("vllm-0.30")
+    _, section, err = run("card", out, "--repo", "me/V4.1-fse@v2")
+    assert "\n$ hf download me/V4.1-fse --revision v2 --local-dir V4.1-fse\n" in section
+    assert "\n$ fse-convert verify V4.1-fse\n" in section
+    assert err.splitlines()[2] == f"  hf upload me/V4.1-fse {out} --revision v2"
+
+
+def test_quietly_it_prints_the_section_alone(converted: Make, run: Run) -> None:
+    told, quiet = (run("card", converted("vllm-0.30"), "--repo", "me/V4.1-fse", *options) for options in ((), ("-q",)))
+    assert quiet == (0, told[1], "")
+
+
 def test_its_commands_work_beside_the_output(
     converted: Make, made: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
