@@ -17,7 +17,7 @@ from fse_convert.model.stacked import Stacked
 EXPERTS_STACKED = "experts-stacked"
 NOT_UNDERSTOOD = frozenset({
     EXPERTS_STACKED, "expert-unknown", "expert-outside", "experts-differ", "dtype-unsupported", "weight-shape",
-    "part-ambiguous", "part-unknown", "format-unknown", "scale-dtype", "scale-straddles", "family-refused",
+    "router-shape", "part-ambiguous", "part-unknown", "format-unknown", "scale-dtype", "scale-straddles", "family-refused",
 })  # fmt: skip
 """Codes of problems with a checkpoint that is whole, but of a kind that is not supported; all others mean that it is broken."""
 
@@ -115,7 +115,8 @@ class Description:
         if self.family is None:
             hint = f"known families: {', '.join(dict.fromkeys(f.name for f in FAMILIES))}"
             if self.like:
-                hint = f"its experts have the names of {self.like}: if they are built alike, add --family {quote(self.like)}"
+                fits = f"its experts have the names of {self.like}: if they are built alike"
+                hint = f"{fits}, convert for a contract, or a server that runs this model type, and add --family {quote(self.like)}"
             return Problem("family-unknown", f"model type {self.model_type!r} is not known", "config.json", hint)
         return self.outside[0] if self.outside and not self.layers else None
 

@@ -19,6 +19,9 @@ NO_MATRIX = "adapters, biases, and projections fused into one matrix are not sup
 TWO_NAMES = "find out which of them is right, and take the other out"
 TWICE = "servers load whichever they read last: export the model again, with each layer once"
 
+ROUTERS = (".gate.", ".router")
+"""How the name of a router begins, below its block."""
+
 
 class LayerReader:
     """Reads formats of expert groups; remembers them by signature, since a layer's experts share one."""
@@ -149,7 +152,11 @@ def _add_odd_stacks(layer: MoELayer, members: Sequence[StackTensor], problems: _
     """Add what of the stacked tensors is not understood, and numbers of experts that differ between them."""
     known = {member.info.name for member in members}
     odd = [t for t in layer.stacked if t.name not in known or layer.routed]
-    if odd:
+    routers = [t for t in odd if t.name.removeprefix(layer.name).startswith(ROUTERS)]
+    for t in routers:
+        message = f"a router of {len(t.shape)} dimensions, {t.dtype} {list(t.shape)}: servers load a matrix"
+        problems.add(Problem("router-shape", message, t.name, "export it as [experts, hidden size]"))
+    if odd := [t for t in odd if t not in routers]:
         message = f"experts in one {len(odd[0].shape)}-D tensor, {odd[0].dtype} {list(odd[0].shape)}"
         hint = "beside experts of their own" if layer.routed else "not in the layout that this family has"
         problems.add(Problem(EXPERTS_STACKED, message, first_of(t.name for t in odd), hint))

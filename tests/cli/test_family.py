@@ -38,6 +38,14 @@ def test_the_refusal_names_the_option_and_the_option_helps(newcomer: Path, tmp_p
     assert json.loads((tmp_path / "out" / "config.json").read_text())["moe_intermediate_size"] == 512
 
 
+def test_the_refusal_promises_no_server_that_does_not_run_the_model_type(newcomer: Path, tmp_path: Path, run: Run) -> None:
+    _, _, err = run(newcomer, tmp_path / "out", "--target", "vllm-0.33")
+    assert "convert for a contract, or a server that runs this model type, and add --family DeepSeek-V4\n" in err
+    code, _, err = run(newcomer, tmp_path / "out", "--target", "vllm-0.33", *AS_V4)
+    assert (code, "error[server-refuses]" in err) == (3, True)
+    assert run(newcomer, tmp_path / "out", "--target", "megamoe-512", *AS_V4)[0] == 0
+
+
 def test_what_is_written_is_proved_and_restored_without_naming_it_again(newcomer: Path, tmp_path: Path, run: Run) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     assert run(newcomer, out, *AS_V4, UNFUSED)[0] == 0
