@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ def open_checkpoint(folder: Folder) -> Checkpoint:
     Raises InvalidCheckpoint with every problem found, not just the first.
     """
     if MANIFEST in folder.files:
-        hint = "convert the original checkpoint, or take the padding out first: fse-convert restore"
+        back = shlex.join(["fse-convert", "restore", folder.label, "ORIGINAL"])
+        hint = f"convert the original checkpoint, or get it back first: {back}"
         raise InvalidCheckpoint(Problem("already-converted", "this checkpoint is already converted", MANIFEST, hint))
     reading = read_checkpoint(folder)
     if reading.problems:

@@ -11,7 +11,7 @@ from fse_convert.model.config_against_tensors import LOAD_CONFLICTS
 from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.changes.search import Candidates, Changes, choose, left_unfused
-from fse_convert.plan.commands import conversion_command
+from fse_convert.plan.commands import conversion_command, inspection_command
 from fse_convert.plan.edits import config_edits
 from fse_convert.plan.plan import Decision, Experts, LayerVerdict, Options
 from fse_convert.plan.source import Source
@@ -108,7 +108,7 @@ def _verdicts(
         return tuple(LayerVerdict(layer=d, verdict=v, server=v) for d, v in zip(layers, servers, strict=True)), whole(servers)
     kernel = (kernel_layer(after.subject, target, contract, d, at_kernel) for d in layers)
     verdicts = tuple(LayerVerdict(layer=d, verdict=k, server=v) for d, k, v in zip(layers, kernel, servers, strict=True))
-    _check_verdicts(verdicts, options, after.scales, contract.name)
+    _check_verdicts(verdicts, options, after, contract.name)
     return verdicts, whole(servers)
 
 
@@ -156,7 +156,7 @@ def _check_understood(checkpoint: Checkpoint, description: Description, options:
         raise InvalidCheckpoint(*folded(problems))
 
 
-def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, scales: Scales, contract: str) -> None:
+def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, after: Source, contract: str) -> None:
     for kind in LayerKind:
         states = [v for v in verdicts if v.layer.layer.kind is kind]
         fused = [v for v in states if v.verdict.fused]
@@ -165,12 +165,13 @@ def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, scales
             counts = f"{len(fused)} of {len(states)} {kind.value} layers would fuse"
             message = f"the layers disagree: {counts}, these not: {_layer_list(odd)}"
             hint = "servers fuse all layers of a model or none (vllm-project/vllm#51695)"
-            raise NotConvertible(Problem("layers-mixed", message, hint=hint), *_unfused_problems(odd, scales))
+            raise NotConvertible(Problem("layers-mixed", message, hint=hint), *_unfused_problems(odd, after.scales))
     unfused = [v for v in verdicts if not v.verdict.fused]
     if unfused and not options.allow_unfused:
         message = f"{len(unfused)} of {len(verdicts)} layers do not fit {contract}, they would not fuse"
-        hint = "fse-convert inspect says which servers fuse it; --allow-unfused writes such layers in the standard layout only"
-        raise NotConvertible(Problem("not-fusable", message, hint=hint), *_unfused_problems(unfused, scales))
+        command = inspection_command(after.checkpoint.folder.label, after.checkpoint.config, after.description.family_name)
+        hint = f"{command} says which servers fuse it; --allow-unfused writes such layers in the standard layout only"
+        raise NotConvertible(Problem("not-fusable", message, hint=hint), *_unfused_problems(unfused, after.scales))
 
 
 def _unfused_problems(unfused: list[LayerVerdict], scales: Scales) -> list[Problem]:

@@ -99,4 +99,4 @@ def _cut(rows: memoryview, row_bytes: int, keep: int) -> memoryview | bytearray:
 
 def unlike(code: str, where: str, message: str) -> VerificationFailure:
     """Return the error for an output that is not as its manifest describes it."""
-    return VerificationFailure(Problem(code, message, where, f"{FETCH_AGAIN}; fse-convert verify OUT says what else is damaged"))
+    return VerificationFailure(Problem(code, message, where, f"{FETCH_AGAIN}; verify says what else is damaged"))

@@ -64,4 +64,4 @@ def with_scales(layer: LayerDescription, verdict: Verdict, scales: Scales, round
     if all(t.name in scales.read for t in found):
         return verdict
     message = "F32 scales fit only where every one is a power of two; headers cannot tell"
-    return because(Outcome.UNKNOWN, "scale-f32-unread", message, "fse-convert CHECKPOINT OUT --dry-run reads them")
+    return because(Outcome.UNKNOWN, "scale-f32-unread", message, "a conversion with --dry-run reads them")

@@ -156,7 +156,7 @@ def test_a_width_that_a_conversion_gives(
 
 def test_scales_that_a_dry_run_reads(made: Make, source: Make, run: Run, tmp_path: Path) -> None:
     """Only its exit code and error tell: of powers of two there is nothing to say."""
-    assert "fse-convert CHECKPOINT OUT --dry-run reads them" in run("inspect", made("v4-flash-base", **KNOBS), "--json")[1]
+    assert "a conversion with --dry-run reads them" in run("inspect", made("v4-flash-base", **KNOBS), "--json")[1]
     assert run(made("v4-flash-base", **KNOBS), tmp_path / "out", "--dry-run", "-q")[0] == 0
     root = source("v4-flash-base", **KNOBS)
     poke(root, f"{SHARED}.w1.scale", 0, b"\0\0\xc0\x3f")
