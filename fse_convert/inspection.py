@@ -17,17 +17,20 @@ from fse_convert.exit_codes import ExitCode, of_inspection
 from fse_convert.model.config_against_tensors import LOAD_CONFLICTS, UNFIT, unstated
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import Advice, advise
+from fse_convert.plan.advice import Advice, Decider, advise
 from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.decide import decider
 from fse_convert.plan.offers import Offers, make_offers
+from fse_convert.plan.plan import Options
 from fse_convert.plan.ranks import Ranks, ranks
 from fse_convert.plan.source import Source, describe_source, read_scales
 from fse_convert.plan.width_rounding import contract_widths
 from fse_convert.servers.f32_scales import UNREAD, Scales
 from fse_convert.servers.judge import Answer, judge
+from fse_convert.servers.native import WIDTHS
 from fse_convert.servers.release_names import find_named
 from fse_convert.servers.subject import Subject
+from fse_convert.servers.targets import find_target
 from fse_convert.servers.verdict import Outcome, Verdict, because, not_understood
 from fse_convert.sidecar.manifest import read_manifest
 from fse_convert.sidecar.reader import read_sidecar
@@ -108,7 +111,8 @@ def inspect(
         sizes = unstated(found, checkpoint.config, description.n_shared) if found else ()
         conflicts = (*(c for c in description.conflicts if c not in problems), *sizes)
     doubt = _doubt(broken, unsupported, conflicts)
-    answers = tuple(_doubted(a, doubt, broken=bool(broken)) if doubt else a for a in judge(about))
+    judged = (_with_true_hints(a, decide) for a in judge(about))
+    answers = tuple(_doubted(a, doubt, broken=bool(broken)) if doubt else a for a in judged)
     asked = tuple(a for a in answers if not names or a.name in names)
     return Inspection(
         checkpoint,
@@ -124,6 +128,21 @@ def inspect(
         Offers() if broken or reading.converted else make_offers(asked, source, serving.tp),
         None if broken else ranks(about, decide, serving.tp, folder.label),
     )
+
+
+def _with_true_hints(answer: Answer, decide: Decider) -> Answer:
+    """Keep the hint to convert for a target only where that conversion would run, and the server its output."""
+    target = find_target(answer.name)
+    if target is None or not any(r.code in WIDTHS and r.hint for v in (answer.model, *answer.layers) for r in v.reasons):
+        return answer
+    decision = decide(Options(target))
+    if decision and (target.is_contract or decision.server.outcome in (Outcome.FUSED, Outcome.UNFUSED)):
+        return answer
+
+    def bare(v: Verdict) -> Verdict:
+        return replace(v, reasons=tuple(replace(r, hint="") if r.code in WIDTHS else r for r in v.reasons))
+
+    return replace(answer, model=bare(answer.model), layers=tuple(map(bare, answer.layers)))
 
 
 def _doubt(broken: Sequence[Problem], unsupported: Sequence[Problem], conflicts: Sequence[Problem]) -> Verdict | None:

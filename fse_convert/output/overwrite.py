@@ -60,6 +60,10 @@ def _foreign(out: Path) -> list[str]:
 
 def output_exists(out: Path, *, replaceable: bool = True) -> UsageError:
     """Return the error for an output that is there."""
+    try:
+        check_replaceable(out)
+    except (UsageError, OSError):
+        replaceable = False
     hint = "choose another folder" + (", or --overwrite to replace an earlier output" if replaceable else "")
     return UsageError(Problem("output-exists", "the output exists already", str(out), hint), *left_behind(out))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fse_convert.testing.patch import poke
-from tests.cli.hints import KNOBS, SHARED, Digest, Make, Run, said, tensors
+from fse_convert.testing.patch import edit_config, poke
+from tests.cli.hints import FIRST, KNOBS, SHARED, Change, Digest, Make, Run, said, tensors
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,34 @@ def test_a_width_that_a_conversion_gives(
     assert words in reasons(made(**KNOBS))[code]
     assert run(made(**KNOBS), tmp_path / "out", "-q", "--verify", "storage", *how)[0] == 0
     assert reasons(tmp_path / "out").keys() <= {"server-no-fusion"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        ("quark-mxfp4", lambda _: None),  # padded it does not fuse either
+        ("v4-flash", lambda root: edit_config(root, lambda c: c["quantization_config"].pop("activation_scheme"))),  # fails at load
+        ("v4-flash", lambda root: edit_config(root, lambda c: c.update(hidden_size=1024))),
+        ("v4-flash", lambda root: (root / FIRST).unlink()),
+    ],
+    ids=["format", "unsafe", "config", "broken"],
+)
+def test_a_conversion_that_would_be_refused_is_no_hint(kind: str, damage: Change, source: Make, run: Run, tmp_path: Path) -> None:
+    root = source(kind)
+    damage(root)
+    answers = json.loads(run("inspect", root, "--target", "vllm-0.29", "--json")[1])["targets"]
+    assert [(r["code"], r.get("hint", "")) for r in answers[0]["reasons"] if r["code"] == "width-alignment"] == [
+        ("width-alignment", "")
+    ]
+    assert run(root, tmp_path / "out", "--target", "vllm-0.29", "--dry-run")[0] in (1, 3)
+
+
+def test_to_overwrite_is_a_hint_only_where_that_may_be_done(made: Make, converted: Make, output: Make, run: Run) -> None:
+    assert "--overwrite" in run(made(), converted())[2]
+    out = output()
+    (out / "notes.txt").write_text("years of work")
+    code, _, err = run(made(), out)
+    assert (code, "error[output-exists]" in err, "--overwrite" in err) == (2, True, False)
 
 
 def test_scales_that_a_dry_run_reads(made: Make, source: Make, run: Run, tmp_path: Path) -> None:
