@@ -28,7 +28,7 @@ MEND = "A defect of `config.json` or of labels was mended, no value of the model
 def card(manifest: Manifest, folder: Path, repo: str = "", base: str = "") -> str:
     """Return the section of an output in ``folder`` as Markdown.
 
-    ``repo``: its own repository on the Hub, ``base``: its base model, both ``org/name`` or ``org/name@revision``; empty if not known.
+    ``repo``: its own repository on the Hub; ``base``: its base model. Both are ``org/name[@revision]``, empty if not known.
     """
     name, _, own_revision = repo.partition("@")
     target, place = _target(manifest), shlex.quote(name.rpartition("/")[2] or folder.resolve().name)
