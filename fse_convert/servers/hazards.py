@@ -16,7 +16,6 @@ from functools import partial
 from fse_convert.checkpoint.header import E8M0_DTYPES
 from fse_convert.model.description import LayerDescription
 from fse_convert.model.formats import StorageKind
-from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import SCHEME
 from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
