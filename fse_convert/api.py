@@ -19,9 +19,10 @@ from fse_convert.progress import Observer, ignore
 from fse_convert.restoration.run import Restoration, Restored
 from fse_convert.servers.judge import ALL_TARGETS, AnyTarget, find_any
 from fse_convert.servers.release_names import find_named
-from fse_convert.verification.findings import Level, Sample
+from fse_convert.verification.findings import Level
 from fse_convert.verification.proof import Check, Proof
 from fse_convert.verification.proof import verify as verify_output
+from fse_convert.verification.sample import Sample
 
 __all__ = [
     "Conversion",

@@ -11,7 +11,8 @@ from fse_convert.cli.options import CHECKPOINT, FOLDER, json_option, local, log_
 from fse_convert.errors import Problem, UsageError
 from fse_convert.exit_codes import ExitCode
 from fse_convert.report.log import Log
-from fse_convert.verification.findings import Level, Sample
+from fse_convert.verification.findings import Level
+from fse_convert.verification.sample import Sample
 
 
 @cli.command(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 from fse_convert.checkpoint.editable_files import is_editable
 from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.names import MANIFEST
 from fse_convert.errors import Problem, UsageError, size, some
+from fse_convert.output.copying import exchange
 from fse_convert.output.lock import is_held, staging_root
 from fse_convert.output.mounts import mount_of
 
@@ -76,3 +79,33 @@ def left_behind(out: Path) -> tuple[Problem, ...]:
     sizes = [info.st_size for folder, _, names in os.walk(root) for n in names if (info := os.lstat(Path(folder, n))).st_nlink == 1]
     hint = "remove it, unless a conversion with --overwrite is to go on from there"
     return (Problem("left-behind", f"a run that was cut off left {size(sum(sizes))}", str(root), hint),)
+
+
+def appear(folder: Path, out: Path) -> None:
+    """Let a finished folder appear as the output, by one rename. Raises UsageError when something is there, OSError."""
+    try:
+        os.rename(folder, out)
+    except OSError as e:
+        if e.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise output_exists(out) from e
+        raise
+
+
+def replace_output(folder: Path, out: Path, old: Path) -> None:
+    """Let a finished folder take the place of the output: by one exchange, or where there is none with ``old`` in between."""
+    if exchange(folder, out):
+        return
+    os.rename(out, old)
+    try:
+        appear(folder, out)
+    except OSError:
+        os.rename(old, out)
+        raise
+
+
+def finish_replacing(old: Path, out: Path) -> None:
+    """Bring back the output that a dead run was replacing, or remove it where the new one is there."""
+    if old.exists() and out.exists():
+        shutil.rmtree(old)
+    elif old.exists():
+        os.rename(old, out)

@@ -7,7 +7,6 @@ the same conversion resumes from there.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -19,10 +18,10 @@ from typing import Any
 
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
 from fse_convert.errors import EnvironmentFailure, FseConvertError, UsageError, some
-from fse_convert.output.copying import exchange, new_file, write_all
+from fse_convert.output.copying import new_file, write_all
 from fse_convert.output.journal import JOURNAL, Journal
 from fse_convert.output.lock import LOCK, OUTPUT, Hold, locked, staging_lost, staging_root, sync_folder
-from fse_convert.output.overwrite import check_replaceable, output_exists
+from fse_convert.output.overwrite import appear, check_replaceable, finish_replacing, output_exists, replace_output
 from fse_convert.output.resume import check_same_conversion, read_journals
 from fse_convert.output.signals import handling
 
@@ -111,29 +110,11 @@ class Staging:
                 if not self.replace:
                     raise output_exists(self.out)
                 check_replaceable(self.out)
-                self._swap()
+                replace_output(self.folder, self.out, self.old)
             else:
-                self._appear()
+                appear(self.folder, self.out)
             sync_folder(self.out.parent)
             _remove(self.root)  # the output is there and durable: what cannot be removed now, the next run removes
-
-    def _appear(self) -> None:
-        try:
-            os.rename(self.folder, self.out)
-        except OSError as e:
-            if e.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise output_exists(self.out) from e
-            raise
-
-    def _swap(self) -> None:
-        if exchange(self.folder, self.out):
-            return
-        os.rename(self.out, self.old)
-        try:
-            self._appear()
-        except OSError:
-            os.rename(self.old, self.out)
-            raise
 
 
 @contextmanager
@@ -183,7 +164,7 @@ def reading(folder: LocalFolder) -> Iterator[None]:
 def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart: bool, part: str) -> None:
     """Make an empty folder of the staging folder, or one with what earlier runs of the same ``fingerprint`` finished."""
     if not part:
-        _rescue(staging)
+        finish_replacing(staging.old, staging.out)
     if os.path.lexists(staging.out) and not staging.replace:  # it appeared while this run was planning
         if {item.name for item in staging.root.iterdir()} == {LOCK}:  # this run made the folder
             _remove(staging.root)
@@ -202,14 +183,6 @@ def _prepare(staging: Staging, fingerprint: Mapping[str, Any] | None, *, restart
             staging.journal.resume()
         else:
             staging.journal.create()
-
-
-def _rescue(staging: Staging) -> None:
-    """Bring back the output that a dead run was replacing, or remove it where the new one is there."""
-    if staging.old.exists() and staging.out.exists():
-        shutil.rmtree(staging.old)
-    elif staging.old.exists():
-        os.rename(staging.old, staging.out)
 
 
 def check_staged(staged: LocalFolder, found: Mapping[str, Stamp | int], expected: Mapping[str, Stamp | int]) -> None:

@@ -14,10 +14,11 @@ from fse_convert.verification.findings import SEED, TOKENS
 
 if TYPE_CHECKING:
     from fse_convert.restoration.run import Restored
-    from fse_convert.verification.findings import LayerCoverage, Sample, StorageResult
+    from fse_convert.verification.findings import LayerCoverage, StorageResult
     from fse_convert.verification.layers import KernelSummary, NumericsSummary
     from fse_convert.verification.loss import ExpertLoss
     from fse_convert.verification.proof import Proof
+    from fse_convert.verification.sample import Sample
 
 SHOWN = 20
 """Mismatches that are printed; JSON lists up to 100."""

@@ -14,7 +14,8 @@ from enum import Enum
 from fse_convert.errors import Problem
 from fse_convert.model.config_against_tensors import unstated
 from fse_convert.model.description import LayerDescription
-from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, judge_whole, notes
+from fse_convert.servers.aiter.all_or_nothing import judge_whole
+from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, notes
 from fse_convert.servers.config_keys import key_refusals
 from fse_convert.servers.f32_scales import with_scales
 from fse_convert.servers.hazards import with_hazards

@@ -29,8 +29,9 @@ from fse_convert.plan.source import Source
 from fse_convert.plan.tensors import Computed, Recoded, Rule, SharedExpert
 from fse_convert.sidecar.manifest import FUSED, ConfigEdit
 from fse_convert.sidecar.tensors import kernel_prefix, kernel_shapes, original_name, originals_file, shard_metadata
-from fse_convert.verification.findings import SEED, LayerCoverage, Sample, choose
+from fse_convert.verification.findings import SEED, LayerCoverage
 from fse_convert.verification.padded import Padded, padded_tensors
+from fse_convert.verification.sample import Sample, choose
 from fse_convert.verification.stand_ins import Tensors, kept_originals, stand_ins
 
 TORCH = {"format": "pt"}

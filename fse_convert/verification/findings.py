@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from fse_convert.checkpoint.editable_files import is_editable
-from fse_convert.checkpoint.encoding import sha256
 from fse_convert.errors import printable, some
+from fse_convert.verification.sample import Sample
 
 if TYPE_CHECKING:
     from fse_convert.sidecar.manifest import FileDigest
@@ -39,33 +38,6 @@ class Level(str, Enum):
     def rank(self) -> int:
         """Position, from 0 for none."""
         return list(Level).index(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Look at ``count`` tensors, or layers, instead of all, chosen by ``seed``: another one every time unless it is given."""
-
-    count: int
-    seed: int = field(default_factory=lambda: secrets.randbelow(1 << 32))
-
-
-COMPUTED = ("kernel", "recoded")
-"""Kinds of tensors that a conversion computes."""
-
-
-def choose(sample: Sample, kinds: Mapping[str, list[str]]) -> set[str]:
-    """Choose names, in turn from each kind, by a hash of name and seed: the same on every machine.
-
-    What a conversion computes comes first: the kernel layout, and what it coded again. The seed must not follow from the output,
-    or whoever damages one knows what a sample leaves out.
-    """
-
-    def rank(name: str) -> str:
-        return sha256(f"{sample.seed} {name}".encode("utf-8", "surrogatepass"))
-
-    queues = [sorted(kinds[kind], key=rank) for kind in sorted(kinds, key=lambda kind: kind not in COMPUTED)]
-    turns = (q[i] for i in range(max(map(len, queues), default=0)) for q in queues if i < len(q))
-    return {name for name, _ in zip(turns, range(sample.count), strict=False)}
 
 
 LIMIT = 100

@@ -14,9 +14,10 @@ from fse_convert.plan.plan import Plan
 from fse_convert.plan.source import Source, open_source
 from fse_convert.progress import Observer, Phase, Work
 from fse_convert.sidecar.manifest import NOT_ASKED, Manifest, ProofRecord
-from fse_convert.verification.findings import NO_LAYERS, Level, Sample, StorageResult
+from fse_convert.verification.findings import NO_LAYERS, Level, StorageResult
 from fse_convert.verification.manifest import OutputManifest, figure_mismatches, loss_record, numerics_record, storage_record
 from fse_convert.verification.phases import computed_work
+from fse_convert.verification.sample import Sample
 from fse_convert.verification.storage import Output, damaged, prove_alone, prove_storage
 
 if TYPE_CHECKING:

@@ -46,8 +46,9 @@ from fse_convert.verification.files import (
     index_mismatches,
     refusals,
 )
-from fse_convert.verification.findings import Coverage, Findings, Mismatch, Sample, StorageResult, choose, text_mismatches
+from fse_convert.verification.findings import Coverage, Findings, Mismatch, StorageResult, text_mismatches
 from fse_convert.verification.manifest import OutputManifest, digest_mismatches, expected_output, proof_mismatches
+from fse_convert.verification.sample import Sample, choose
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read at a time: each keeps one core busy with comparing and one with SHA-256."""

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from fse_convert.model.quantization import read_quantization
-from fse_convert.servers.aiter.question import AiterQuestion, AiterTarget, ask_aiter, judge, judge_model, judge_mtp_layer
+from fse_convert.servers.aiter.all_or_nothing import judge_model
+from fse_convert.servers.aiter.question import AiterQuestion, AiterTarget, ask_aiter, judge, judge_mtp_layer
 from fse_convert.servers.aiter.vllm_config import RELEASES
 from fse_convert.servers.hazards import misread
 from fse_convert.servers.verdict import FUSED, Outcome, Reason, Verdict

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fse_convert.model.quantization import read_quantization
+from fse_convert.servers.aiter.all_or_nothing import judge_model
 from fse_convert.servers.aiter.families import AITER_FAMILIES, AiterFamily, find_aiter_family
 from fse_convert.servers.aiter.patterns import Renames, modelopt_entries
 from fse_convert.servers.aiter.question import (
@@ -18,7 +19,6 @@ from fse_convert.servers.aiter.question import (
     judge,
     judge_block,
     judge_decoder_layer,
-    judge_model,
     judge_mtp_layer,
 )
 from fse_convert.servers.aiter.vllm_config import RELEASES

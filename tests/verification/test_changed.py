@@ -20,9 +20,10 @@ from fse_convert.plan.source import open_source
 from fse_convert.progress import Event, ignore
 from fse_convert.testing.patch import ShardPatch, edit_manifest, find, poke, read_header
 from fse_convert.verification.expected import ExpectedOutput
-from fse_convert.verification.findings import Level, Sample
+from fse_convert.verification.findings import Level
 from fse_convert.verification.manifest import OutputManifest, plan_again
 from fse_convert.verification.proof import Check, verify
+from fse_convert.verification.sample import Sample
 from fse_convert.verification.stand_ins import kept_originals, stand_ins
 from tests.verification.editing import load, seal
 from tests.verification.recipes import KNOBS, MXFP4, RECIPES, Recipe

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fse_convert.verification.findings import Sample, bytes_mismatch, difference, text_mismatches
+from fse_convert.verification.findings import bytes_mismatch, difference, text_mismatches
+from fse_convert.verification.sample import Sample
 
 
 @pytest.mark.parametrize(

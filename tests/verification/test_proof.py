@@ -15,9 +15,10 @@ from fse_convert.plan.plan import Options
 from fse_convert.progress import Event, Phase, Work
 from fse_convert.servers.targets import find_target
 from fse_convert.verification import layers
-from fse_convert.verification.findings import Level, Sample
+from fse_convert.verification.findings import Level
 from fse_convert.verification.kernel import KernelResult, probe
 from fse_convert.verification.proof import Check, verify
+from fse_convert.verification.sample import Sample
 
 Make = Callable[..., Path]
 

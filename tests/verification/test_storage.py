@@ -22,8 +22,9 @@ from fse_convert.progress import ignore
 from fse_convert.servers.targets import find_target
 from fse_convert.testing.patch import edit_index, find, poke, read_header, write_shard
 from fse_convert.verification import compare, expected_bytes, storage
-from fse_convert.verification.findings import LIMIT, Level, Sample, StorageResult
+from fse_convert.verification.findings import LIMIT, Level, StorageResult
 from fse_convert.verification.manifest import OutputManifest
+from fse_convert.verification.sample import Sample
 from fse_convert.verification.storage import Output, prove_alone, prove_storage
 
 Make = Callable[..., Path]

@@ -14,7 +14,7 @@ has that backend; V4.1's switches it off (0.33 models/deepseek_v41/amd/model.py:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from fse_convert.servers.aiter.rules import AiterQuestion, AiterRules
 from fse_convert.servers.aiter.vllm_config import NEWEST, RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant
 from fse_convert.servers.release_names import is_since
 from fse_convert.servers.subject import vllm_class_names
-from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood, whole
+from fse_convert.servers.verdict import FUSED, NO_SHARED_EXPERT, Outcome, Reason, Verdict, because, not_understood
 
 LAYER_NUMBER = re.compile(r"\b(layers|mtp)\.\d+\b")
 DRAFT_EXPORT = "NextN"
@@ -176,37 +176,6 @@ def judge(question: AiterQuestion, experts: str, shared: str) -> Verdict:
     except VerdictError as error:
         return error.verdict
     return FUSED
-
-
-def judge_whole(layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> Verdict:
-    """Judge decoder layers and the drafter apart, as vLLM does, each all or nothing; both must fuse for a whole answer."""
-    by_kind = (tuple(v for d, v in zip(layers, verdicts, strict=True) if d.layer.kind is kind) for kind in LayerKind)
-    parts = [judge_model(part) for part in by_kind if part]
-    error = next((p for p in parts if p.outcome is Outcome.ERROR), None)
-    return error or next((p for p in parts if not p.fused), whole(tuple(verdicts)))
-
-
-def judge_model(layers: Iterable[Verdict]) -> Verdict:
-    """Judge the MoE layers of one model together: vLLM refuses to fuse some and not others.
-
-    ``is_model_fused_shared_expert_compatible`` of fused_moe/utils.py. A drafter (MTP) is a model of its own.
-    """
-    verdicts = list(layers)
-    for outcome in (Outcome.ERROR, Outcome.REFUSED, Outcome.UNKNOWN):
-        stopped = [verdict for verdict in verdicts if verdict.outcome is outcome]
-        if stopped:
-            return stopped[0]
-    enabled = sum(verdict.fused for verdict in verdicts)
-    disabled = len(verdicts) - enabled
-    if enabled and disabled:
-        message = (
-            f"Fused shared experts must be enabled for all MoE layers; found {enabled} enabled and {disabled} disabled "
-            "layers. Per-layer fused shared experts is not yet supported. Please open an issue."
-        )
-        return because(Outcome.ERROR, "aiter-model-mixed", message, f"serve with {SWITCH}=0")
-    if enabled:
-        return FUSED
-    return Verdict(Outcome.UNFUSED, tuple(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons)))
 
 
 def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
