@@ -61,7 +61,7 @@ def _number_conflicts(
     whose, inputs = ("shared", (d.shared for d in layers)) if family.shared else ("routed", (d.routed for d in layers))
     hidden = _common(group.hidden for group in inputs if group)
     shown: list[tuple[str, tuple[str | None, ...], int | None, str]] = [
-        ("config-conflict", (family.mtp_key,), len(layers) - len(decoder) or None, "MTP layers"),
+        ("config-conflict", family.mtp_keys, len(layers) - len(decoder) or None, "MTP layers"),
         ("config-experts", family.n_routed_keys, count, "routed experts per decoder layer"),
         ("config-hidden", (family.hidden_key,), hidden, f"as the input of the {whose} experts"),
     ]
@@ -144,7 +144,7 @@ def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence
             yield unexpected(s.path, s.value, f"an entry for each of {depth} layers")
     dense = [m.name for m in decoder if expected is not None and m.index not in expected and m.index < depth]
     if dense:
-        stated = family.stated(config, *rule.words, rule.first, rule.last, rule.step, rule.dense)
+        stated = family.stated(config, *rule.words, rule.first, rule.last, rule.step, rule.dense, rule.listed)
         said = ", ".join(s.path for s in stated if s.value != 1 or s.path.rpartition(".")[2] != rule.step)
         message = f"experts in layers that the config says are dense, by {said}: {some(dense)}"
         yield Problem("config-dense", message, "config.json", "make these keys say which layers have experts: servers believe them")
@@ -152,8 +152,7 @@ def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence
 
 def depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Grouping) -> Iterator[Problem]:
     """Compare the numbers of layers in the config with what the tensors show: only an MTP layer has MTP tensors."""
-    depth, promised = family.number(config, *family.depth_keys), family.number(config, family.mtp_key)
-    key = family.depth_keys[0]
+    depth, key = family.number(config, *family.depth_keys), family.depth_keys[0]
     marks = "MTP tensors (enorm, hnorm, eh_proj)"
     for layers, what in ((grouping.beyond, f"have no {marks} and are decoder layers"), (grouping.early, f"have {marks}")):
         if layers:
@@ -166,10 +165,26 @@ def depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Groupin
             message = f"{other.path} is {other.value}, but {stated[0].path} is {stated[0].value}"
             hint = f"set both to {grouping.depth}, the number of decoder layers: loaders disagree on which one they read"
             yield Problem("config-layers", message, "config.json", hint)
-    if promised and grouping.layers and not grouping.mtp:
-        message = f"{family.mtp_key} is {promised}, but no tensor is of an MTP layer"
+
+
+def mtp_conflicts(family: Family, config: Mapping[str, Any], grouping: Grouping) -> Iterator[Problem]:
+    """Find MTP layers that are promised and not there, and those that a loader of the main model would not pass over.
+
+    vLLM 0.29 to 0.33 passes over the layers from ``num_hidden_layers`` on, as many as the config promises: model_executor/models/
+    utils.py:575-597 of 0.33. MTP layers that have a prefix of their own it passes over by that.
+    """
+    promised = family.number(config, *family.mtp_keys)
+    lost = set(range(promised or 0)) - grouping.mtp
+    if promised and grouping.layers and (not grouping.drafts or (lost and len(grouping.mtp) >= promised)):
+        which = f"MTP layer {some(map(str, sorted(lost)))}" if grouping.drafts else "the experts or the MLP of an MTP layer"
+        message = f"{family.mtp_key} is {promised}, but no tensor is of {which}"
         hint = "servers load the model, but no drafter: if a file with the MTP layer was lost, download it again"
         yield Problem("mtp-missing", message, "config.json", hint)
+    counted = family.mtp_assumed if promised is None else promised
+    if family.mtp is None and not (grouping.beyond or grouping.early) and max(grouping.mtp, default=-1) >= counted:
+        stated = f"is {promised}" if promised is not None else "is not there"
+        message = f"{family.mtp_key} {stated}, but there is an MTP layer {max(grouping.mtp)}, counted from 0"
+        yield Problem("mtp-unskipped", message, "config.json", f"set {family.mtp_key} to {max(grouping.mtp) + 1}")
 
 
 def table_conflicts(family: Family, config: Mapping[str, Any], tensors: Iterable[str]) -> Iterator[Problem]:
@@ -265,24 +280,50 @@ def _modules(group: ExpertGroup) -> tuple[str, ...]:
     return replace(group, experts=group.experts[:1]).modules
 
 
-def gaps(family: Family, config: Mapping[str, Any], layers: Sequence[MoELayer]) -> Iterator[Problem]:
-    """Find MoE layers that are missing, and layers that have another number of routed experts than they should.
+def gaps(family: Family, config: Mapping[str, Any], grouping: Grouping) -> Iterator[Problem]:
+    """Find MoE layers that are missing, and layers that lack shared experts or have another number of routed ones than they should.
 
     A gap *inside* of a layer's experts shows by itself; a lost last expert or a lost layer (a lost shard, an interrupted save)
-    shows only beside the other layers and the config. The config is believed where the tensors bear it out somewhere, never
-    against all of them.
+    shows only beside the other layers and the config. Where layers have routed experts, and none of them as many as the config
+    says, they are believed. Loaders build MTP layers with as many as decoder layers have, where no key of their own says
+    otherwise (vLLM 0.33 deepseek_mtp.py:324, glm4_moe_mtp.py:260).
     """
     if family.per_layer(config):
         return  # every layer has a number of experts of its own, perhaps none
-    decoder = [m for m in layers if m.kind is LayerKind.DECODER]
-    missing = sorted((expected_layers(family, config, decoder) or set()) - {m.index for m in decoder})
-    if missing:
-        which = f"{some(map(str, missing))} ({len(missing)} of {len(missing) + len(decoder)})"
+    decoder, mtp = ([m for m in grouping.layers if m.kind is kind] for kind in LayerKind)
+    written = family.number(config, *family.n_routed_keys)
+    yield from _layer_gaps(family, config, grouping, decoder, written or 0)
+    counts = Counter(m.count for m in decoder if m.count and _countable(m))
+    usual = written or 0 if written in counts or not counts else counts.most_common(1)[0][0]
+    yield from _count_gaps(decoder, usual)
+    yield from _count_gaps(mtp, family.number(config, family.mtp_routed_key) or usual)
+    bare = [m.name for m in grouping.layers if m.shared is None and not m.unknown]
+    if bare and _shared_promised(family, config, grouping.layers):
+        message = f"{len(bare)} of {len(grouping.layers)} layers have no shared experts, which the model has: {some(bare)}"
+        yield Problem("shared-missing", message, bare[0], INCOMPLETE)
+
+
+def _layer_gaps(
+    family: Family, config: Mapping[str, Any], grouping: Grouping, decoder: Sequence[MoELayer], written: int
+) -> Iterator[Problem]:
+    """Find decoder layers without experts; where none has any, only if the config promises more than the 1 of a dense Jamba."""
+    expected = expected_layers(family, config, decoder)
+    if not decoder and (written < 2 or grouping.strays or expected == set()):
+        return
+    missing = sorted((expected or set()) - {m.index for m in decoder})
+    if missing or not decoder:
+        which = f"{some(map(str, missing))} ({len(missing)} of {len(missing) + len(decoder)})" if missing else "of any number"
         message = f"no experts in decoder layers {which}, which the config says have some"
         yield Problem("layers-missing", message, "config.json", INCOMPLETE)
-    yield from _count_gaps(decoder, family.number(config, *family.n_routed_keys))
-    mtp = [m for m in layers if m.kind is LayerKind.MTP]
-    yield from _count_gaps(mtp, family.number(config, family.mtp_routed_key) or None, trusted=True)
+
+
+def _shared_promised(family: Family, config: Mapping[str, Any], layers: Sequence[MoELayer]) -> bool:
+    """Tell whether every layer should have shared experts: by the config, else because the family, or any layer, has them."""
+    keys = family.n_shared_keys or tuple(w.key for w in family.widths if w.share is not Share.ROUTED)
+    stated = [s.number for s in family.stated(config, *keys)]
+    if stated or not family.shared:
+        return bool(family.shared and stated[0])
+    return not keys or any(m.shared for m in layers)
 
 
 def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence[MoELayer]) -> set[int] | None:
@@ -291,14 +332,15 @@ def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence
     Where the key of the first such layer is left out, the first one that is there counts as the first.
     """
     rule, count = family.sparse, family.number(config, *family.depth_keys)
-    if not decoder:
-        return None
     words = next((s.value for s in family.stated(config, *(rule or EVERY_LAYER).words)), None)
     if isinstance(words, list | str) and words and len(words) >= (count or 0):
         return {i for i, word in enumerate(words[:count]) if isinstance(word, str) and word in MOE_WORDS}
     if count is None or rule is None:
         return None
     count = min(count, MOST_LAYERS)
+    listed = family.value(config, rule.listed)
+    if isinstance(listed, list):
+        return {i for i in listed if type(i) is int and i < count}
     step = family.value(config, rule.step)
     if isinstance(step, list):
         return {i for i in range(min(count, len(step))) if step[i]}
@@ -307,23 +349,15 @@ def expected_layers(family: Family, config: Mapping[str, Any], decoder: Sequence
     first = family.number(config, rule.first) if rule.first else 0
     last = family.number(config, rule.last)
     dense = family.value(config, rule.dense)
-    start = min(m.index for m in decoder) if first is None else first
+    start = min((m.index for m in decoder), default=0) if first is None else first
     end = count if last is None or last < 0 else min(last + 1, count)
     kept = {i for i in dense if type(i) is int} if isinstance(dense, list) else set()
     return {i for i in range(start, end) if (i + rule.ahead) % (step or 1) == 0 and i not in kept}
 
 
-def _count_gaps(layers: Sequence[MoELayer], written: int | None, *, trusted: bool = False) -> Iterator[Problem]:
-    """Compare each layer's number of routed experts with what the config says, else with what most layers have.
-
-    ``written``: the config's number, believed only where some layer has it, or where it is ``trusted``. Layers with a gap
-    between their experts are left out: that is a problem of its own.
-    """
-    whole = [m for m in layers if _contiguous(m)]
-    counts = Counter(m.count for m in whole)
-    if not counts:
-        return
-    usual = written if written is not None and (trusted or written in counts) else counts.most_common(1)[0][0]
+def _count_gaps(layers: Sequence[MoELayer], usual: int) -> Iterator[Problem]:
+    """Find layers with another number of routed experts than ``usual``."""
+    whole = [m for m in layers if _countable(m)]
     fewer, more = [m for m in whole if m.count < usual], [m for m in whole if m.count > usual]
     for code, odd, hint in (("experts-missing", fewer, INCOMPLETE), ("experts-extra", more, "are they of another model?")):
         if odd:
@@ -333,5 +367,8 @@ def _count_gaps(layers: Sequence[MoELayer], written: int | None, *, trusted: boo
             yield Problem(code, message, odd[0].name, hint)
 
 
-def _contiguous(layer: MoELayer) -> bool:
-    return not layer.routed or layer.routed[-1].name.endswith(f".{len(layer.routed) - 1}")
+def _countable(layer: MoELayer) -> bool:
+    """Tell whether the number of routed experts shows: one between others may be missing, or what holds them not understood."""
+    if layer.routed:
+        return layer.routed[-1].name.endswith(f".{len(layer.routed) - 1}")
+    return bool(layer.count) or not (layer.stacked or layer.unknown)

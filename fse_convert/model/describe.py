@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from fse_convert.checkpoint.reader import Checkpoint, garbage_collection_paused
 from fse_convert.errors import Problem, some
-from fse_convert.model.config_against_tensors import conflicts, depth_conflicts, gaps, table_conflicts
+from fse_convert.model.config_against_tensors import conflicts, depth_conflicts, gaps, mtp_conflicts, table_conflicts
 from fse_convert.model.description import Description
 from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import find_family
@@ -48,9 +48,13 @@ def describe(checkpoint: Checkpoint, quantization: Quantization, named: str = ""
     grouping = group_layers(family, tensors, family.number(config, *family.depth_keys))
     layers = LayerReader(quantization.block_hint, family).describe(grouping.layers)
     n_shared = family.shared_count(config) if any(m.shared for m in grouping.layers) else 0
-    own = (*depth_conflicts(family, config, grouping), *table_conflicts(family, config, tensors))
-    against = (*conflicts(family, config, quantization, layers, n_shared), *own)
-    lacking = gaps(family, config, grouping.layers) if not (grouping.beyond or grouping.early) else ()
+    against = (
+        *conflicts(family, config, quantization, layers, n_shared),
+        *depth_conflicts(family, config, grouping),
+        *mtp_conflicts(family, config, grouping),
+        *table_conflicts(family, config, tensors),
+    )
+    lacking = gaps(family, config, grouping) if not (grouping.beyond or grouping.early) else ()
     if layers and (wrong := tuple(misstated(family, config))):  # values of a wrong type cannot be compared
         against, lacking = wrong, ()
     found = (*against, *quantization.conflicts, *_unheeded(family, model_type, named))

@@ -31,8 +31,10 @@ TEXT_LAYERS = rf"(?:(?:model|language_model|text_model|module|transformer|backbo
 """What stands before a layer's number in any spelling of a text model."""
 MTP_TENSOR = re.compile(r"(?P<layer>.+\.\d+)\.(?:enorm|hnorm|eh_proj|e_proj|h_proj|shared_head)\.")
 """Tensors that only an MTP layer has, where it is numbered on from the decoder layers (vLLM 0.32, every ``*mtp.py``)."""
-MTP_MODULE = re.compile(rf"(?:^|\.)(?:{MTP_LAYERS})\.")
+MTP_MODULE = re.compile(rf"(?P<layer>(?:^|.*\.)(?:{MTP_LAYERS})\.(?P<number>\d+))\.")
 """Names of an MTP layer that has a prefix of its own."""
+MLP_TENSOR = re.compile(r"(?P<layer>(?:.*\.)?\d+)\.(?:.*\.)?(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w[123])\.")
+"""Matrices of an MLP that is none of experts."""
 BESIDE = frozenset({"e_score_correction_bias", "expert_bias", "post_expert_norm"})
 """Tensors under ``experts`` that are none of theirs: of the router, and a norm of their outputs (Muse Spark)."""
 STACKED_NAME = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w[123])(?:_|\.|$)")
@@ -47,7 +49,8 @@ class Grouping:
     """The MoE layers of a model, decoder layers first, and expert tensors that belong to none of them.
 
     ``depth``: how many decoder layers there are, with those that have no experts. ``beyond``: decoder layers numbered from
-    ``num_hidden_layers`` on, ``early``: MTP layers numbered below it. ``mtp``: whether any tensor is of an MTP layer.
+    ``num_hidden_layers`` on, ``early``: MTP layers numbered below it. ``mtp``: the numbers of MTP layers that have any tensor;
+    ``drafts``: whether one of them has experts, or an MLP.
     """
 
     layers: tuple[MoELayer, ...]
@@ -55,7 +58,8 @@ class Grouping:
     depth: int
     beyond: tuple[str, ...]
     early: tuple[str, ...]
-    mtp: bool
+    mtp: frozenset[int]
+    drafts: bool
 
 
 @dataclass(slots=True)
@@ -91,7 +95,8 @@ class _Grouper:
     """Sorts tensors by name.
 
     ``heads``: the block of every prefix that was asked for, None where the family has none; ``elsewhere``: layers in other
-    spellings; ``marked``: prefixes of layers with MTP tensors; ``mtp``: whether a tensor is of an MTP layer by its prefix.
+    spellings; ``marked``: prefixes of layers with MTP tensors; ``own``: MTP layers that have a prefix of their own, with their
+    numbers; ``dense``: prefixes of layers with an MLP.
     """
 
     def __init__(self, family: Family, num_layers: int | None) -> None:
@@ -104,7 +109,8 @@ class _Grouper:
         self.stacks = tuple(f".{stack.name}" for stack in family.stacked)
         self.elsewhere_pattern = re.compile(rf"(?P<layer>{TEXT_LAYERS}\.(?P<number>\d+))\.(?:{family.block})")
         self.marked: set[str] = set()
-        self.mtp = False
+        self.own: dict[str, int] = {}
+        self.dense: set[str] = set()
 
     def run(self, tensors: Mapping[str, TensorInfo]) -> Grouping:
         heads, names = self.heads, self.family.routed_names
@@ -141,6 +147,7 @@ class _Grouper:
         twins = tuple(f"{twin}." for m in layers.values() for twin in m.twins)
         limit = self.num_layers
         beyond = (b.layer for b in decoder if limit is not None and b.number >= limit)
+        numbers = (*self.own.values(), *(b.number for b in blocks if b.own))
         early = (m for m in self.marked if limit is not None and int(m.rpartition(".")[2]) < limit)
         return Grouping(
             layers=tuple(m for _, m in sorted(layers.items(), key=lambda pair: (pair[0][0] is LayerKind.MTP, pair[0][1]))),
@@ -148,7 +155,8 @@ class _Grouper:
             depth=depth,
             beyond=tuple(sorted(beyond, key=natural_key)),
             early=tuple(sorted(early, key=natural_key)),
-            mtp=self.mtp or bool(self.marked) or any(b.own for b in blocks),
+            mtp=frozenset((*numbers, *(int(m.rpartition(".")[2]) - depth for m in self.marked))),
+            drafts=any(map(self._is_mtp, blocks)) or not self.dense.isdisjoint((*self.own, *self.marked)),
         )
 
     def _is_mtp(self, block: _Block) -> bool:
@@ -212,10 +220,17 @@ class _Grouper:
                 block.unknown.append(name)
             else:
                 self.strays.append(info)
-        elif MTP_MODULE.search(name):
-            self.mtp = True
+        else:
+            self._beside_experts(name)
+
+    def _beside_experts(self, name: str) -> None:
+        """Note what a tensor that has nothing to do with experts tells of its layer."""
+        if m := MTP_MODULE.match(name):
+            self.own[m["layer"]] = int(m["number"])
         elif m := MTP_TENSOR.match(name):
             self.marked.add(m["layer"])
+        if m := MLP_TENSOR.match(name):
+            self.dense.add(m["layer"])
 
     def _may_be_stacked(self, name: str, info: TensorInfo) -> bool:
         if len(info.shape) > 2:

@@ -45,7 +45,7 @@ class LayerReader:
                 understood.update(role for _, formats in group for role, f in formats.items() if isinstance(f, Format))
         for m in layers:
             for biased, members in zip(self.biased, (self._members(m), self._fused(m)), strict=True):
-                biased.update((m.kind, member.stack) for member in members if member.part == BIAS)
+                biased.update((m.kind, member.stack) for member in members if member.part == BIAS or member.stack.biased)
         return tuple(self._layer(*entry) for entry in read)
 
     def _layer(self, layer: MoELayer, routed: Read, shared: Read) -> LayerDescription:
@@ -79,7 +79,7 @@ class LayerReader:
             problems.add(Problem("expert-missing", message, layer.name, INCOMPLETE))
         for biased, members in zip(self.biased, (self._members(layer), self._fused(layer)), strict=True):
             for member in unbiased(members, {stack for kind, stack in biased if kind is layer.kind}):
-                problems.add(Problem("bias-missing", "no bias of it, which other layers have", member.info.name, INCOMPLETE))
+                problems.add(Problem("bias-missing", "no bias of it, which the model has", member.info.name, INCOMPLETE))
         if self.family.gated and layer.shared and layer.gate_tensor is None:
             problems.add(Problem("gate-missing", "no gate of the shared expert", layer.shared.name, INCOMPLETE))
 

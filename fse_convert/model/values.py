@@ -101,11 +101,11 @@ def allowed(family: Family) -> Mapping[str, Values]:
         (SIZE, (family.hidden_key, *family.depth_keys)),
         (count, (*TOP_K, *family.n_routed_keys, *family.n_shared_keys, *(w.key for w in widths if w.share is not Share.ROUTED))),
         (size, (w.key for w in widths if w.share is Share.ROUTED)),
-        (COUNT, (family.mtp_key, family.mtp_routed_key)),
+        (COUNT, (*family.mtp_keys, family.mtp_routed_key)),
         (count, (rule.first,)),
         (layer, (rule.last,)),
         (_either(SIZE, FLAGS) if rule.flags else SIZE, (rule.step,)),
-        (NUMBERS, (rule.dense,)),
+        (NUMBERS, (rule.dense, rule.listed)),
         (WORDS, rule.words),
         *((values, keys) for values, keys, names in ROUTERS if family.name in names),
     )

@@ -30,14 +30,14 @@ class Drafter:
     built: Callable[[Description, Config], int]
 
     def is_short(self, engine: str, description: Description, config: Config) -> bool:
-        """Tell whether fewer layers are stored than the engine builds."""
-        stored = sum(d.layer.kind is LayerKind.MTP for d in description.layers)
-        return engine.startswith(self.engine) and self.built(description, config) > stored
+        """Tell whether a layer that the engine builds is not stored."""
+        stored = {d.layer.index for d in description.layers if d.layer.kind is LayerKind.MTP}
+        return engine.startswith(self.engine) and not stored.issuperset(range(self.built(description, config)))
 
 
-def _number(description: Description, config: Config, key: str | None) -> int:
+def _number(description: Description, config: Config, *keys: str) -> int:
     family = description.family
-    return (family.number(config, key) if family else None) or 0
+    return (family.number(config, *keys) if family else None) or 0
 
 
 def _watched(description: Description, config: Config) -> int:
@@ -47,7 +47,7 @@ def _watched(description: Description, config: Config) -> int:
 
 def _promised(description: Description, config: Config) -> int:
     stages = description.model_type == V41 or _watched(description, config)
-    return _number(description, config, description.family.mtp_key) if description.family and not stages else 0
+    return _number(description, config, *description.family.mtp_keys) if description.family and not stages else 0
 
 
 def _of_v4(description: Description, config: Config) -> int:

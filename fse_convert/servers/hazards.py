@@ -258,6 +258,13 @@ HAZARDS: tuple[Hazard, ...] = (
         lambda s: s.is_drafter and s.vllm_slot and s.vllm_v4,
     ),
     *(Hazard("drafter-short", row.message, row.hint, row.source, partial(_drafter_short, row)) for row in DRAFTERS),
+    Hazard(
+        "mtp-unskipped",
+        "passes over as many layers behind the decoder's as config.json promises MTP layers, and there are others: the load fails",
+        "state the number of MTP layers that the tensors show, or take the others out",
+        "0.29 to 0.33 model_executor/models/deepseek_v2.py (KeyError), glm4_moe.py (ValueError), 0.33 utils.py:575-597",
+        lambda s: s.target.engine.startswith("vLLM") and any(c.code == "mtp-unskipped" for c in s.subject.description.conflicts),
+    ),
     FP8_BLOCK_HAZARD,
     Hazard(
         "aiter-slots-unloaded",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,10 @@ def _expected(model_type: str, config: dict[str, Any], first: int = 1) -> list[i
             [1, 3, 5],
         ),
         ("deepseek_v4", {"num_hidden_layers": 2, "mlp_layer_types": ["hash_moe", "moe"]}, [0, 1]),
-        ("llama4", {"num_hidden_layers": 4}, []),
+        ("llama4", {"num_hidden_layers": 4}, [0, 1, 2, 3]),
+        ("llama4", {"num_hidden_layers": 4, "interleave_moe_layer_step": 2}, [1, 3]),
+        ("llama4", {"num_hidden_layers": 4, "interleave_moe_layer_step": 1, "moe_layers": [1, 4]}, [1]),
+        ("mellum", {"num_hidden_layers": 4}, []),
     ],
 )
 def test_which_layers_have_experts(model_type: str, config: dict[str, Any], layers: list[int]) -> None:
@@ -214,6 +218,8 @@ def test_dense_layers_are_no_gap() -> None:
         ("glm_moe_dsa", {"mlp_layer_types": ["dense", "dense", "sparse"]}, [1]),
         ("deepseek_v4", {"first_k_dense_replace": 9}, []),
         ("llama4", {"mlp_only_layers": [1, 2]}, []),
+        ("llama4", {"moe_layers": [1]}, [2]),
+        ("hunyuan_v1_moe", {}, []),
     ],
 )
 def test_layers_with_experts_that_the_config_calls_dense(model_type: str, keys: dict[str, Any], dense: list[int]) -> None:
@@ -278,3 +284,103 @@ def test_a_width_of_shared_experts_that_loaders_would_make_up_is_told(value: dic
     assert family is not None
     assert ("there is no shared_expert_intermediate_size" in [p.message for p in unstated(family, config, 1)]) is told
     assert "there is no shared_expert_intermediate_size" not in [p.message for p in unstated(family, config, 0)]
+
+
+GLM: dict[str, Any] = {
+    "model_type": "glm4_moe", "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 256, "hidden_size": 512,
+}  # fmt: skip
+
+
+def glm(*modules: str) -> Tensors:
+    """A router and these modules in layers 1 and 2."""
+    tensors: Tensors = {f"model.layers.{i}.mlp.gate.weight": ("BF16", (2, 512)) for i in (1, 2)}
+    for at in (f"model.layers.{i}.mlp.{module}" for i in (1, 2) for module in modules):
+        tensors |= expert(at, "bf16", 256, 512, PROJ)
+    return tensors
+
+
+@pytest.mark.parametrize("others", [(), ("expert_0", "expert_1"), ("routed.0", "routed.1")])
+def test_a_model_without_any_routed_expert_lacks_them(others: tuple[str, ...]) -> None:
+    (gap,) = gaps(GLM, glm("shared_experts", *others))
+    assert gap.startswith("experts-missing: 2 of 2 decoder layers")
+    assert "0 routed experts in model.layers.1.mlp, model.layers.2.mlp, expected 2" in gap
+    assert gaps({**GLM, "n_routed_experts": 0}, glm("shared_experts")) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({}, "1, 2 (2 of 2)"),
+        ({"first_k_dense_replace": None}, "0, 1, 2 (3 of 3)"),
+        ({"num_hidden_layers": None}, "of any number"),
+        ({"n_routed_experts": None}, ""),
+        ({"n_routed_experts": 1}, ""),
+        ({"first_k_dense_replace": 3}, ""),
+    ],
+)
+def test_a_model_without_any_layer_of_experts_is_dense_or_lacks_them_all(config: dict[str, Any], told: str) -> None:
+    expected = [f"layers-missing: no experts in decoder layers {told}, which the config says have some"] if told else []
+    assert gaps({**GLM, **config}, glm()) == expected
+
+
+def test_experts_under_names_that_are_not_understood_are_not_missing() -> None:
+    stacks: Tensors = {f"layers.{i}.mlp.switch_mlp.{p}.weight": ("BF16", (2, 256, 512)) for i in (1, 2) for p in PROJ}
+    assert gaps(GLM, stacks) == []
+    assert gaps(GLM, glm("shared_experts") | {f"model.layers.{i}.mlp.switch_mlp.up.weight": ("BF16", (8, 8)) for i in (1, 2)}) == []
+
+
+ROUTED = ("experts.0", "experts.1")
+
+
+@pytest.mark.parametrize("stated", [{"n_shared_experts": 1}, {}, {"n_shared_experts": 0}, {"n_shared_experts": None}])
+def test_shared_experts_that_are_promised_and_in_no_layer(stated: dict[str, Any]) -> None:
+    config = {**{k: v for k, v in GLM.items() if k != "n_shared_experts"}, **stated}
+    message = "shared-missing: 2 of 2 layers have no shared experts, which the model has: model.layers.1.mlp, model.layers.2.mlp"
+    assert gaps(config, glm(*ROUTED)) == ([message] if stated.get("n_shared_experts") else [])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "block", "config", "told"),
+    [
+        ("llama4_text", "feed_forward", {"num_local_experts": 2}, True),
+        ("qwen3_5_moe_text", "mlp", {"num_experts": 2, "shared_expert_intermediate_size": 256}, True),
+        ("qwen3_5_moe_text", "mlp", {"num_experts": 2, "shared_expert_intermediate_size": 0}, False),
+        ("qwen3_moe", "mlp", {"num_experts": 2}, False),
+    ],
+)
+def test_a_family_without_a_number_of_shared_experts_has_one(
+    model_type: str, block: str, config: dict[str, Any], *, told: bool
+) -> None:
+    tensors = {n.replace(".mlp.", f".{block}."): t for n, t in glm(*ROUTED).items()}
+    tensors |= {n.replace(".1.", ".0.", 1): t for n, t in tensors.items() if n.startswith("model.layers.1.")}
+    found = gaps({"model_type": model_type, "num_hidden_layers": 3, **config}, tensors)
+    assert [gap.partition(":")[0] for gap in found] == ["shared-missing"] * told
+
+
+@pytest.mark.parametrize("kept", ["layers.0", "mtp.0"])
+def test_shared_experts_that_other_layers_have(kept: str) -> None:
+    model = Model(config={"n_shared_experts": None})
+    tensors = {n: t for n, t in model.tensors().items() if "shared" not in n or n.startswith(kept)}
+    del (config := model.full_config())["n_shared_experts"]
+    (gap,) = gaps(config, tensors)
+    assert gap.startswith("shared-missing: 2 of 3 layers")
+
+
+def test_an_mtp_layer_has_as_many_experts_as_the_others_where_no_key_says_otherwise() -> None:
+    model = Model()
+    for lost in (("mtp.0.ffn.experts.1.",), ("mtp.0.ffn.experts.",)):
+        (gap,) = gaps(model.full_config(), without(model, *lost))
+        assert gap.startswith("experts-missing: 1 of 1 MTP layers")
+    assert gaps(model.full_config(), without(model, "mtp.0.ffn.shared"))[0].startswith("shared-missing: 1 of 3 layers")
+
+
+@pytest.mark.parametrize("lost", ["experts", "shared_experts"])
+def test_convert_and_inspect_refuse_experts_that_are_gone_everywhere(lost: str, source: Source, tmp_path: Path, run: Run) -> None:
+    root = source()
+    index = json.loads((root / "model.safetensors.index.json").read_text())
+    drop(root, *(name for name in index["weight_map"] if f".ffn.{lost}." in name))
+    code = "experts-missing" if lost == "experts" else "shared-missing"
+    for command in (("inspect", root, "--require", "vllm-0.33-aiter"), (root, tmp_path / "out", "--tp", 4)):
+        exit_code, _, err = run(*command)
+        assert (exit_code, f"error[{code}]" in err) == (3, True)

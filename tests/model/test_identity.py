@@ -137,20 +137,33 @@ def test_a_lost_first_mtp_layer_does_not_renumber_the_second() -> None:
     assert places(found) == [("decoder", 0), ("decoder", 1), ("mtp", 1)]
 
 
+ONE = ("BF16", (512,))
+
+
+def dense(layer: str) -> Tensors:
+    return expert(f"{layer}.mlp", "bf16", 256, 512, PROJ)
+
+
 @pytest.mark.parametrize(
     ("tensors", "expected"),
     [
         pytest.param(v3(0), ["mtp-missing"], id="nowhere"),
         pytest.param(v3(0, mtp=(1,)), [], id="with experts"),
-        pytest.param(v3(0) | {"model.layers.1.enorm.weight": ("BF16", (512,))}, [], id="dense"),
-        pytest.param(v3(0) | {"model.mtp.layers.0.norm.weight": ("BF16", (512,))}, [], id="own prefix, dense"),
-        pytest.param(v3(0) | {"model.mtp_block.0.norm.weight": ("BF16", (512,))}, [], id="Ernie"),
+        pytest.param(v3(0) | {"model.layers.1.enorm.weight": ONE} | dense("model.layers.1"), [], id="dense"),
+        pytest.param(v3(0) | dense("model.mtp.layers.0"), [], id="own prefix, dense"),
+        pytest.param(v3(0) | dense("model.mtp_block.0"), [], id="Ernie"),
+        pytest.param(v3(0) | {"model.layers.1.enorm.weight": ONE}, ["mtp-missing"], id="a norm is left"),
+        pytest.param(
+            v3(0) | {"mtp.fc.weight": ONE, "mtp.layers.0.norm.weight": ONE}, ["mtp-missing"], id="own prefix, a norm is left"
+        ),
     ],
 )
 def test_a_promised_mtp_layer_that_is_nowhere_is_told(tensors: Tensors, expected: list[str]) -> None:
     config = {**V3, "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
     assert codes(description_of(config, tensors)) == expected
     assert codes(description_of({**config, "num_nextn_predict_layers": 0}, v3(0))) == []
+    other = {k: v for k, v in config.items() if k != "num_nextn_predict_layers"} | {"num_mtp_layers": 1}
+    assert codes(description_of(other, tensors)) == expected
     assert "mtp-missing" not in LOAD_CONFLICTS
 
 

@@ -35,7 +35,7 @@ def advice(model: Model) -> Advice:
 
 
 def test_a_model_without_shared_experts_has_nothing_to_fuse() -> None:
-    assert advice(Model(shared="")).sentences == ("No layer has a shared expert: there is nothing to fuse.",)
+    assert advice(Model(shared="", n_shared=0)).sentences == ("No layer has a shared expert: there is nothing to fuse.",)
     tensors = Model(shared="").tensors() | {"layers.0.ffn.shared_experts.gate_up.weight": ("BF16", (8, 8))}
     about = subject_of(Model().full_config(), tensors)
     assert len(advise(about, judge(about), plans_of(about, tensors)).sentences) == 3, "what is not understood may be one"

@@ -372,6 +372,7 @@ def test_hunyuans_dense_layers_are_built_from_the_same_key() -> None:
     model = next(m for m in MODELS if m.model_type == "hunyuan_v1_moe")
     tensors = model.tensors() | expert("model.layers.2.mlp", "bf16", WIDTH, HIDDEN, PROJ)
     config = placed(model, {**model.config, **model.stated(WIDTH), "num_hidden_layers": 3}, "flat")
+    config["mlp_layer_types"] = ["sparse", "sparse", "dense"]
     with pytest.raises(NotConvertible) as e:
         plan(config, tensors)
     assert "intermediate_size is the width of dense layers too" in e.value.problems[0].message

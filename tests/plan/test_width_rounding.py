@@ -202,6 +202,10 @@ def stacked(model_type: str, width: int) -> Source:
     names = ("fc1.weight", "fc2.weight") if model_type == "aria_text" else ("gate_up_proj", "down_proj")
     shapes = (2, HIDDEN, 2 * width), (2, width, HIDDEN)
     tensors: Tensors = {f"{at}.{name}": ("BF16", shape) for name, shape in zip(names, shapes, strict=True)}
+    if model_type == "gpt_oss":
+        tensors |= {f"{at}.gate_up_proj_bias": ("BF16", (2, 2 * width)), f"{at}.down_proj_bias": ("BF16", (2, HIDDEN))}
+    if model_type == "llama4_text":
+        tensors |= expert("model.layers.0.feed_forward.shared_expert", "bf16", width, HIDDEN, PROJ)
     config = {"model_type": model_type, "num_hidden_layers": 1, "hidden_size": HIDDEN, "num_local_experts": 2, "moe_num_experts": 2}
     return describe_source(checkpoint(config | {"moe_intermediate_size": width, "intermediate_size": width}, tensors))
 

@@ -426,6 +426,56 @@ def test_every_row_has_a_way_out_a_source_and_a_case_of_its_own() -> None:
     assert len(set(rows)) == len(rows), "rows of one code differ in the way out, or no case can tell which of them applied"
     excluded = glm("bf16", {**QUARK, "exclude": ["re:.*shared_experts.*"]})
     different = replace(PRO, shared="fp8-32", config={**PRO.config, "quantization_config": FP8}).subject()
-    tried = [*(case[1].subject() for case in CASES), named(), excluded, different]
+    tried = [*(case[1].subject() for case in CASES), named(), excluded, different, numbered_on("deepseek_v3", (2,), {NEXTN: 0})]
     told = {(r.code, r.hint) for about in tried for answer in judge(about) for v in answer.layers for r in v.reasons}
     assert [row for row in rows if row not in told] == []
+
+
+NEXTN = "num_nextn_predict_layers"
+CLASSES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}  # fmt: skip
+
+
+def numbered_on(model_type: str, mtp: tuple[int, ...], config: dict[str, Any]) -> Subject:
+    """Two decoder layers in FP8, and MTP layers of these numbers."""
+    tensors: Tensors = {}
+    for i in (0, 1, *mtp):
+        for module in ("experts.0", "experts.1", "shared_experts"):
+            tensors |= expert(f"model.layers.{i}.mlp.{module}", "fp8-128", 256, 512, PROJ)
+    tensors |= {f"model.layers.{i}.enorm.weight": ("BF16", (512,)) for i in mtp}
+    quant = {k: v for k, v in FP8.items() if k != "scale_fmt"}
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "n_routed_experts": 2, "n_shared_experts": 1, "num_hidden_layers": 2}
+    model = {"model_type": model_type, "architectures": [CLASSES[model_type]], "first_k_dense_replace": 0}
+    return subject_of({**model, **sizes, "quantization_config": quant, **config}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mtp", "config", "fails"),
+    [
+        ("deepseek_v3", (2,), {NEXTN: 0}, True),
+        ("glm4_moe", (2,), {NEXTN: 0}, True),
+        ("deepseek_v3", (2, 3), {NEXTN: 1}, True),
+        ("deepseek_v3", (3,), {NEXTN: 1}, True),
+        ("glm_moe_dsa", (2,), {}, True),
+        ("deepseek_v3", (2,), {}, False),  # transformers' class takes 1
+        ("deepseek_v3", (2,), {NEXTN: 1}, False),
+        ("deepseek_v3", (2,), {"num_mtp_layers": 1}, False),
+        ("glm4_moe", (2, 3), {NEXTN: 2}, False),
+        ("deepseek_v3", (), {NEXTN: 0}, False),
+    ],
+)
+def test_vllm_takes_mtp_layers_that_are_not_promised_for_layers_of_the_model(
+    model_type: str, mtp: tuple[int, ...], config: dict[str, Any], *, fails: bool
+) -> None:
+    about = numbered_on(model_type, mtp, config)
+    every = "x" * len(about.description.layers)
+    assert set(AITER) <= {name for name, answer in answers(about).items() if answer.fused or fails}
+    assert unsafe(about, "mtp-unskipped") == (dict.fromkeys(AITER, every) if fails else {})
+
+
+def test_a_drafter_without_its_first_layer_is_short_however_many_there_are() -> None:
+    model = Model(mtp=2, config={NEXTN: 1})
+    about = subject_of(model.full_config(), {n: t for n, t in model.tensors().items() if not n.startswith("mtp.0.")})
+    assert "vllm-0.33" in unsafe(about, "drafter-short")
+    assert [c.message for c in about.description.conflicts] == [f"{NEXTN} is 1, but no tensor is of MTP layer 0"]

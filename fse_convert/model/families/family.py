@@ -25,8 +25,9 @@ class Sparse:
     """The keys that say which decoder layers have experts; None: the family has no such key.
 
     Layer i has some from ``first`` to ``last`` if ``i + ahead`` is a multiple of ``step``, unless ``dense`` lists it. ``flags``:
-    ``step`` may hold a flag per layer too. ``words``: keys that hold a word or a letter per layer, of which those in `MOE_WORDS`
-    mean experts; they decide before all others, as transformers 5 writes ``mlp_layer_types``.
+    ``step`` may hold a flag per layer too. ``listed``: a list of the layers with experts, which decides before these. ``words``:
+    keys that hold a word or a letter per layer, of which those in `MOE_WORDS` mean experts; they decide before all others, as
+    transformers 5 writes ``mlp_layer_types``.
     """
 
     first: str | None = None
@@ -34,6 +35,7 @@ class Sparse:
     step: str | None = None
     ahead: int = 0
     dense: str | None = None
+    listed: str | None = None
     flags: bool = False
     words: tuple[str, ...] = ("mlp_layer_types",)
 
@@ -53,7 +55,7 @@ class Stack:
 
     ``roles``: one projection, or gate and up, N / 2 rows each, one after the other or ``interleaved``. ``transposed``: stored as
     ``[E, K, N]``. The layout is the family's and never told from a shape: 2 x width may be the hidden size. ``by_shape``: a loader
-    does tell it so, and takes a square matrix for one that is not transposed.
+    does tell it so, and takes a square matrix for one that is not transposed. ``biased``: loaders build a bias of it.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Stack:
     transposed: bool = False
     interleaved: bool = False
     by_shape: bool = field(default=False, compare=False)
+    biased: bool = field(default=False, compare=False)
 
 
 GATE_UP = (Role.GATE, Role.UP)
@@ -89,6 +92,9 @@ class Stated:
         return f"{self.section}.{self.key}" if self.section else self.key
 
 
+NEXTN = "num_nextn_predict_layers"
+
+
 @dataclass(frozen=True)
 class Family:
     """One way of naming a MoE model's experts and of writing their sizes into config.json.
@@ -110,7 +116,7 @@ class Family:
     * ``lists``: per what loaders take lists of widths and numbers of experts: ``layer``, ``modality``, or empty for none.
     * ``stacked``: tensors that hold all routed experts of a layer, where some release has them.
     * ``fused``: gate and up of a shared MLP as one matrix, ``[2 S, H]``, by its name below the module.
-    * ``mtp_key``: the number of MTP layers.
+    * ``mtp_key``: the number of MTP layers; ``mtp_assumed``: the number that config classes take where that key is missing.
     * ``gated``: a gate of its own scales the shared expert's output.
     * ``sparse``: which layers have experts; None where that is not known.
     * ``mtp_routed_key``: the number of routed experts of MTP layers, where it has a key of its own.
@@ -136,7 +142,8 @@ class Family:
     lists: str = ""
     stacked: tuple[Stack, ...] = ()
     fused: tuple[Stack, ...] = ()
-    mtp_key: str | None = "num_nextn_predict_layers"
+    mtp_key: str | None = NEXTN
+    mtp_assumed: int = 1
     gated: bool = False
     sparse: Sparse | None = DENSE_PREFIX
     mtp_routed_key: str | None = None
@@ -147,6 +154,11 @@ class Family:
         """The prefix of a MoE block, with ``N`` for the layer's number and without the parts that only some releases have."""
         layers, block = re.sub(r"\(\?:[^)]*\)\?", "", self.layers).replace("\\", ""), self.block.partition("|")[0]
         return f"{layers}.N.{block}".rstrip(".")
+
+    @property
+    def mtp_keys(self) -> tuple[str, ...]:
+        """Every name of the number of MTP layers: transformers 5.24 has a second one (deepseek_v3:78, glm4_moe:87)."""
+        return (NEXTN, "num_mtp_layers") if self.mtp_key == NEXTN else tuple(filter(None, (self.mtp_key,)))
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:

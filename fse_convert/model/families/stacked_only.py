@@ -15,6 +15,7 @@ from fse_convert.model.families.family import (
     STEPPED,
     TRANSPOSED,
     Family,
+    Sparse,
     Stack,
 )
 from fse_convert.model.moe import Role
@@ -82,7 +83,10 @@ STACKED_ONLY: tuple[Family, ...] = (
         widths=width_keys.INTERMEDIATE,
         n_routed_keys=("num_local_experts",),
         n_shared_keys=(),
-        stacked=(Stack("experts.gate_up_proj", GATE_UP, transposed=True, interleaved=True), TRANSPOSED[1]),
+        stacked=(
+            Stack("experts.gate_up_proj", GATE_UP, transposed=True, interleaved=True, biased=True),
+            replace(TRANSPOSED[1], biased=True),
+        ),
         mtp_key=None,
         sparse=EVERY_LAYER,
     ),
@@ -120,7 +124,7 @@ STACKED_ONLY: tuple[Family, ...] = (
         n_routed_keys=("num_local_experts",),
         n_shared_keys=(),
         mtp_key=None,
-        sparse=None,
+        sparse=Sparse(step="interleave_moe_layer_step", ahead=1, listed="moe_layers"),  # transformers 5.24 llama4:175-182
     ),
     Family(
         name="Aria",

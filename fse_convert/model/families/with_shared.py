@@ -120,6 +120,7 @@ WITH_SHARED: tuple[Family, ...] = (
         name="GLM-5",
         model_types=("glm_moe_dsa", "glm5_next", "glm5_next_text"),
         source="vLLM 0.33 models/glm5next/common/model.py; transformers 5.24 glm_moe_dsa, glm5_next",
+        mtp_assumed=0,
     ),
     Family(name="AXK1", model_types=("axk1", "axk2"), source="vLLM 0.33 model_executor/models/AXK1.py; transformers 5.24 axk2"),
     Family(name="dots", model_types=("dots1",), source="transformers 5.24 dots1"),
@@ -202,7 +203,7 @@ WITH_SHARED: tuple[Family, ...] = (
         n_shared_keys=("num_shared_expert",),
         lists="layer",
         mtp_key=None,
-        sparse=None,
+        sparse=EVERY_LAYER,
     ),
     Family(
         name="Hunyuan-V3",

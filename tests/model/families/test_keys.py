@@ -139,8 +139,19 @@ SPARSE_OF: dict[str, list[tuple[int, str, Any, Any]]] = {
     ],
 }  # fmt: skip
 """By family: the layer without experts, the key that says so, its value then, and one by which that layer has some."""
-EVERY = {"Alice AI", "DeepSeek-V4", "Kolibri", "Solar Open", "XVERSE-MoE", "Mixtral", "MiniMax-M2", "OLMoE", "LongCat-Flash"}
-UNSAID = {"Hunyuan", "Laguna", "Mellum", "Jamba", "Beam", "Gemma 4"}
+EVERY = {
+    "Alice AI",
+    "DeepSeek-V4",
+    "Kolibri",
+    "Solar Open",
+    "XVERSE-MoE",
+    "Mixtral",
+    "MiniMax-M2",
+    "OLMoE",
+    "LongCat-Flash",
+    "Hunyuan",
+}
+UNSAID = {"Laguna", "Mellum", "Jamba", "Beam", "Gemma 4"}
 """Families of which every layer has experts, and those in which no key but ``mlp_layer_types`` says which."""
 
 
