@@ -14,7 +14,7 @@ from fse_convert.checkpoint.names import CONFIG, QUANT_CONFIG
 from fse_convert.checkpoint.reader import Checkpoint, PartialCheckpoint, garbage_collection_paused, read_checkpoint
 from fse_convert.errors import FseConvertError, Problem, folded
 from fse_convert.exit_codes import ExitCode, of_inspection
-from fse_convert.model.config_against_tensors import LOAD_CONFLICTS, UNFIT, unstated
+from fse_convert.model.config_against_tensors import LOAD_CONFLICTS, UNFIT
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.advice import Advice, Decider, advise
@@ -107,9 +107,7 @@ def inspect(
     unsupported = folded(p for p in problems if p.code in NOT_UNDERSTOOD)
     conflicts: tuple[Problem, ...] = ()
     if {CONFIG, QUANT_CONFIG}.isdisjoint(reading.unread):
-        found = description.family if description.layers else None
-        sizes = unstated(found, checkpoint.config, description.n_shared) if found else ()
-        conflicts = (*(c for c in description.conflicts if c not in problems), *sizes)
+        conflicts = tuple(c for c in description.conflicts if c not in problems)
     doubt = _doubt(broken, unsupported, conflicts)
     judged = (_with_true_hints(a, decide) for a in judge(about))
     answers = tuple(_doubted(a, doubt, broken=bool(broken)) if doubt else a for a in judged)

@@ -34,7 +34,9 @@ OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm
 """Methods that store weights as codes of their own: none of them reads FP8 blocks, MXFP4 or NVFP4."""
 WHOLE_MODEL = (*FP8_METHODS, "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8")
 """Methods that quantise every linear layer but those they list; others (compressed-tensors) list what they quantise."""
+UNSTATED = "config-unstated"
 INCOMPLETE = "is the checkpoint complete?"
+DRAFT = "a draft model exported by itself: no class of a server loads it as a main model; take the checkpoint that it drafts for"
 MOST_LAYERS = 10_000
 """No model has more layers; a config may say anything."""
 
@@ -122,7 +124,7 @@ def unstated(family: Family, config: Mapping[str, Any], n_shared: int) -> Iterat
     shared_widths = tuple(w.key for w in own) if any(w.assumed and not w.optional for w in own) else ()
     for keys in ((family.hidden_key,), family.depth_keys, widths, family.n_routed_keys, shared, shared_widths):
         if keys and not any(family.stated(config, *keys)):
-            yield Problem("config-unstated", f"there is no {' or '.join(keys)}", "config.json", "state what the tensors have")
+            yield Problem(UNSTATED, f"there is no {' or '.join(keys)}", "config.json", "state what the tensors have")
 
 
 def _top_k_conflicts(family: Family, config: Mapping[str, Any], layers: Sequence[LayerDescription]) -> Iterator[Problem]:
@@ -157,7 +159,7 @@ def depth_conflicts(family: Family, config: Mapping[str, Any], grouping: Groupin
     for layers, what in ((grouping.beyond, f"have no {marks} and are decoder layers"), (grouping.early, f"have {marks}")):
         if layers:
             message = f"{key} is {depth}, but these layers {what}: {some(layers)}"
-            hint = f"set {key} to {grouping.depth}, the number of decoder layers"
+            hint = f"set {key} to {grouping.depth}, the number of decoder layers" if grouping.depth else DRAFT
             yield Problem("config-layers", message, "config.json", hint)
     stated = list(family.stated(config, key))
     for other in stated[1:]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from fse_convert.checkpoint.reader import Checkpoint, garbage_collection_paused
 from fse_convert.errors import Problem, some
-from fse_convert.model.config_against_tensors import conflicts, depth_conflicts, gaps, mtp_conflicts, table_conflicts
+from fse_convert.model.config_against_tensors import conflicts, depth_conflicts, gaps, mtp_conflicts, table_conflicts, unstated
 from fse_convert.model.description import Description
 from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import find_family
@@ -53,6 +53,7 @@ def describe(checkpoint: Checkpoint, quantization: Quantization, named: str = ""
         *depth_conflicts(family, config, grouping),
         *mtp_conflicts(family, config, grouping),
         *table_conflicts(family, config, tensors),
+        *(unstated(family, config, n_shared) if layers else ()),
     )
     lacking = gaps(family, config, grouping) if not (grouping.beyond or grouping.early) else ()
     if layers and (wrong := tuple(misstated(family, config))):  # values of a wrong type cannot be compared

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fse_convert.errors import Problem
-from fse_convert.model.config_against_tensors import unstated
+from fse_convert.model.config_against_tensors import UNSTATED
 from fse_convert.model.description import LayerDescription
 from fse_convert.servers.aiter.all_or_nothing import judge_whole
 from fse_convert.servers.aiter.question import AITER_TARGETS, AiterTarget, ask_aiter, judge_layer, notes
@@ -110,11 +110,9 @@ def native_layer(checkpoint: Subject, target: Target, layer: LayerDescription, w
 def _as_stated(checkpoint: Subject, target: AnyTarget, verdict: Verdict, activation: str = SILU) -> Verdict:
     """Take a yes back where config.json does not state what the server builds the model from, or states what it does not take."""
     verdict = with_activation(checkpoint.config, verdict, (activation,))
-    family = checkpoint.description.family
-    if not (verdict.fused and family):
+    if not verdict.fused:
         return verdict
-    problems = unstated(family, checkpoint.config, checkpoint.description.n_shared)
-    vague = [Problem(p.code, str(p), hint=p.hint) for p in problems]
+    vague = [Problem(c.code, str(c), hint=c.hint) for c in checkpoint.description.conflicts if c.code == UNSTATED]
     if vague:
         return not_understood(vague)
     refused = tuple(key_refusals(checkpoint.config, target, checkpoint.router_tensors))

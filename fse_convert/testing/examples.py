@@ -28,6 +28,8 @@ def _layer(family: Family, block: str) -> Tensors:
     tensors: Tensors = {}
     for stack in family.stacked:
         tensors[f"{block}.{stack.name}{_suffix(stack)}"] = ("BF16", (EXPERTS, *_stored(stack)))
+        if stack.biased:
+            tensors[f"{block}.{stack.name}_bias"] = ("BF16", (EXPERTS, _stored(stack)[stack.transposed]))
     for number in range(0 if family.stacked else EXPERTS):
         tensors |= expert(f"{block}.experts.{number}", "bf16", WIDTH, HIDDEN, routed)
     if family.shared:

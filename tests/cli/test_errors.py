@@ -139,6 +139,7 @@ def test_a_shard_that_cannot_be_read(source: Make, run: Run, monkeypatch: pytest
 def test_a_model_without_shared_experts(source: Make, tmp_path: Path, run: Run) -> None:
     root = source("v4-flash", **KNOBS)
     drop(root, *(f"{SHARED}.{w}.{part}" for w in ("w1", "w2", "w3") for part in ("weight", "scale")))
+    edit_config(root, lambda config: config.update(n_shared_experts=0))
     status, _, err = run(root, tmp_path / "out")
     assert (status, "error[no-shared-experts]" in err) == (3, True)
     assert "--tp N without --target pads for tensor parallelism alone" in err

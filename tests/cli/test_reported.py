@@ -11,6 +11,7 @@ import pytest
 
 from fse_convert.checkpoint.names import INDEX
 from fse_convert.servers.targets import CONTRACT
+from fse_convert.testing.patch import edit_config
 from tests.conftest import digests
 
 Make = Callable[..., Path]
@@ -59,6 +60,16 @@ def test_a_size_that_the_config_does_not_state(key: str, value: object, target: 
     assert code == 1
     assert "config-unstated" in out
     assert f"{target} is not known to fuse: config-unstated" in err
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "n_routed_experts", "n_shared_experts", "num_hidden_layers"])
+def test_convert_tells_of_a_size_that_the_config_does_not_state(key: str, source: Make, run: Run, tmp_path: Path) -> None:
+    root = source()
+    edit_config(root, lambda config: config["text_config"].pop(key))
+    assert "note[config-unstated]" in run(root, tmp_path / "out", "--tp", 4, "--dry-run")[2]
+    status, out, _ = run(root, tmp_path / "out", "--tp", 4, "--json")
+    told = [n["message"] for n in json.loads(out)["notes"] if n["code"] == "config-unstated"]
+    assert (status, told) == (0, [f"there is no {key}"])
 
 
 @pytest.mark.parametrize("limit", [float("nan"), -1, 0, 10**400], ids=lambda v: str(v)[:5])

@@ -126,6 +126,13 @@ def test_a_depth_that_the_tensors_contradict_is_a_conflict_and_makes_no_mtp_laye
     assert "config-layers" in LOAD_CONFLICTS
 
 
+def test_a_draft_exported_by_itself_is_no_model_whose_depth_could_be_mended() -> None:
+    found = description_of({**V3, "num_hidden_layers": 1, "num_nextn_predict_layers": 1}, v3(mtp=(0,), names=("eh_proj",)))
+    (conflict,) = [c for c in found.conflicts if c.code == "config-layers"]
+    assert "a draft model exported by itself" in conflict.hint
+    assert "set num_hidden_layers" not in conflict.hint
+
+
 def test_a_lowered_depth_shows_where_mtp_layers_have_a_prefix_of_their_own() -> None:
     found = description_of(Model(layers=4, mtp=1).full_config() | {"num_hidden_layers": 2}, Model(layers=4, mtp=1).tensors())
     assert places(found) == [("decoder", i) for i in range(4)] + [("mtp", 0)]

@@ -178,7 +178,7 @@ def test_loaders_that_read_a_key_in_different_ways_must_come_to_one_width(
 @pytest.mark.parametrize(
     ("written", "there", "count", "codes"),
     [
-        ({}, True, 1, []),
+        ({}, True, 1, ["config-unstated"]),
         ({}, False, 0, []),
         ({"n_shared_experts": None}, False, 0, []),
         ({"n_shared_experts": 0}, False, 0, []),
@@ -230,7 +230,7 @@ def test_llama4_holds_all_experts_of_a_layer_in_two_tensors() -> None:
         tensors |= expert(f"{prefix.format(i)}.shared_expert", "bf16", WIDTH, HIDDEN, PROJ)
     config = {
         "model_type": "llama4",
-        "text_config": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS, "num_hidden_layers": 2},
+        "text_config": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS, "num_hidden_layers": 2, "hidden_size": HIDDEN},
     }
     found = description_of(config, tensors)
     assert found.problems == found.conflicts == ()
@@ -365,6 +365,7 @@ def test_step3_has_a_shared_expert_beside_its_stacked_ones() -> None:
             tensors[f"model.layers.{i}.moe.{name}.weight"] = ("BF16", shape)
         tensors |= expert(f"model.layers.{i}.share_expert", "bf16", WIDTH, HIDDEN, PROJ)
     text = {"moe_num_experts": 4, "moe_intermediate_size": WIDTH, "share_expert_dim": 2 * WIDTH, "num_hidden_layers": LAYERS}
+    text["hidden_size"] = HIDDEN
     found = description_of({"model_type": "step3_vl", "text_config": {"model_type": "step3_text", **text}}, tensors)
     assert found.problems == ()
     assert [d.layer.name for d in found.layers] == [f"model.layers.{i}.moe" for i in range(LAYERS)]
