@@ -183,10 +183,11 @@ def mtp_conflicts(family: Family, config: Mapping[str, Any], grouping: Grouping)
         hint = "servers load the model, but no drafter: if a file with the MTP layer was lost, download it again"
         yield Problem("mtp-missing", message, "config.json", hint)
     counted = family.mtp_assumed if promised is None else promised
-    if family.mtp is None and not (grouping.beyond or grouping.early) and max(grouping.mtp, default=-1) >= counted:
+    last = max(grouping.mtp, default=-1)
+    if family.mtp is None and not (grouping.beyond or grouping.early) and last >= counted:
         stated = f"is {promised}" if promised is not None else "is not there"
-        message = f"{family.mtp_key} {stated}, but there is an MTP layer {max(grouping.mtp)}, counted from 0"
-        yield Problem("mtp-unskipped", message, "config.json", f"set {family.mtp_key} to {max(grouping.mtp) + 1}")
+        message = f"{family.mtp_key} {stated}, but layer {grouping.depth + last} is an MTP layer"
+        yield Problem("mtp-unskipped", message, "config.json", f"set {family.mtp_key} to {last + 1}")
 
 
 def table_conflicts(family: Family, config: Mapping[str, Any], tensors: Iterable[str]) -> Iterator[Problem]:

@@ -472,6 +472,8 @@ def test_vllm_takes_mtp_layers_that_are_not_promised_for_layers_of_the_model(
     every = "x" * len(about.description.layers)
     assert set(AITER) <= {name for name, answer in answers(about).items() if answer.fused or fails}
     assert unsafe(about, "mtp-unskipped") == (dict.fromkeys(AITER, every) if fails else {})
+    told = [c.message for c in about.description.conflicts if c.code == "mtp-unskipped"]
+    assert [f"but layer {max(mtp)} is an MTP layer" in message for message in told] == [True] * fails
 
 
 def test_a_drafter_without_its_first_layer_is_short_however_many_there_are() -> None:
