@@ -68,8 +68,8 @@ def test_convert_tells_of_a_size_that_the_config_does_not_state(key: str, source
     edit_config(root, lambda config: config["text_config"].pop(key))
     assert "note[config-unstated]" in run(root, tmp_path / "out", "--tp", 4, "--dry-run")[2]
     status, out, _ = run(root, tmp_path / "out", "--tp", 4, "--json")
-    told = [n["message"] for n in json.loads(out)["notes"] if n["code"] == "config-unstated"]
-    assert (status, told) == (0, [f"there is no {key}"])
+    told = [key in n["message"] for n in json.loads(out)["notes"] if n["code"] == "config-unstated"]
+    assert (status, told) == (0, [True])
 
 
 @pytest.mark.parametrize("limit", [float("nan"), -1, 0, 10**400], ids=lambda v: str(v)[:5])

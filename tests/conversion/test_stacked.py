@@ -102,18 +102,26 @@ def test_inspect_tells_them_apart_from_what_is_not_understood(tmp_path: Path, ru
 GATE, UP = [[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]
 DOWN = [[13, 14, 15], [16, 17, 18]]
 N = [0, 0]
+DOWN_4_WIDE = [[13, 14, 15, 0], [16, 17, 18, 0]]
+SHARED = {f"shared_expert.{p}_proj.weight": m for p, m in (("gate", GATE), ("up", UP), ("down", DOWN))}
+SHARED_4_WIDE = {f"shared_expert.{p}_proj.weight": m for p, m in (("gate", [*GATE, N]), ("up", [*UP, N]), ("down", DOWN_4_WIDE))}
 GOLDEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "L1": (
         "granitemoe",
         {"input_linear.weight": [*GATE, *UP], "output_linear.weight": DOWN},
-        {"input_linear.weight": [*GATE, N, *UP, N], "output_linear.weight": [[13, 14, 15, 0], [16, 17, 18, 0]]},
+        {"input_linear.weight": [*GATE, N, *UP, N], "output_linear.weight": DOWN_4_WIDE},
     ),
     "L2": (
         "llama4_text",
-        {"gate_up_proj": [[1, 3, 5, 7, 9, 11], [2, 4, 6, 8, 10, 12]], "down_proj": [[13, 16], [14, 17], [15, 18]]},
         {
-            "gate_up_proj": [[1, 3, 5, 0, 7, 9, 11, 0], [2, 4, 6, 0, 8, 10, 12, 0]],
-            "down_proj": [[13, 16], [14, 17], [15, 18], N],
+            "experts.gate_up_proj": [[1, 3, 5, 7, 9, 11], [2, 4, 6, 8, 10, 12]],
+            "experts.down_proj": [[13, 16], [14, 17], [15, 18]],
+            **SHARED,
+        },
+        {
+            "experts.gate_up_proj": [[1, 3, 5, 0, 7, 9, 11, 0], [2, 4, 6, 0, 8, 10, 12, 0]],
+            "experts.down_proj": [[13, 16], [14, 17], [15, 18], N],
+            **SHARED_4_WIDE,
         },
     ),
     "L3": (
@@ -137,19 +145,19 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             f"{of}.{p}_proj.weight": m
             for of in ("moe", "share_expert")
-            for p, m in (("gate", [*GATE, N]), ("up", [*UP, N]), ("down", [[13, 14, 15, 0], [16, 17, 18, 0]]))
+            for p, m in (("gate", [*GATE, N]), ("up", [*UP, N]), ("down", DOWN_4_WIDE))
         },
     ),
 }
 """One expert with H = 2, I = 3: gate, up and down by hand, and how they are stored 4 wide."""
-BLOCKS = {"granitemoe": "block_sparse_moe.", "llama4_text": "feed_forward.experts.", "gpt_oss": "mlp.experts.", "step3p5": ""}
+BLOCKS = {"granitemoe": "block_sparse_moe.", "llama4_text": "feed_forward.", "gpt_oss": "mlp.experts.", "step3p5": ""}
 SIZES = {"intermediate_size": 3, "moe_intermediate_size": 3, "num_local_experts": 2, "moe_num_experts": 2, "share_expert_dim": 3}
 
 
 def tensors(model_type: str, numbers: dict[str, list[Any]]) -> dict[str, Tensor]:
     """Of routed experts two: the numbers, and twice as large ones."""
     found = {f"model.layers.0.{BLOCKS[model_type]}{name}": torch.tensor(n).bfloat16() for name, n in numbers.items()}
-    return {name: t if "share_expert" in name else torch.stack((t, 2 * t)) for name, t in found.items()}
+    return {name: t if "_expert." in name else torch.stack((t, 2 * t)) for name, t in found.items()}
 
 
 @pytest.mark.parametrize("layout", GOLDEN)
