@@ -32,8 +32,13 @@ LOAD_CONFLICTS = UNFIT | {"config-expert-dtype", "quantization-method", "config-
 """The same, with those that a change of the config alone may mend, and those that some loader does not read."""
 OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "eetq", "gguf")
 """Methods that store weights as codes of their own: none of them reads FP8 blocks, MXFP4 or NVFP4."""
-WHOLE_MODEL = (*FP8_METHODS, "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8")
-"""Methods that quantise every linear layer but those they list; others (compressed-tensors) list what they quantise."""
+ROUTED_ALONE = ("mxfp4", "gpt_oss_mxfp4")
+"""Methods that quantise routed experts and no other module (vLLM 0.33 layers/quantization/mxfp4.py)."""
+WITH_LISTS = (
+    *FP8_METHODS, "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "awq", "awq_marlin", "gptq", "gptq_marlin",
+    "compressed-tensors", "auto-round", "inc", *ROUTED_ALONE,
+)  # fmt: skip
+"""Methods that quantise every linear layer, or those they list, but for those that they list as left out."""
 INCOMPLETE = "is the checkpoint complete?"
 MOST_LAYERS = 10_000
 """No model has more layers; a config may say anything."""
@@ -234,14 +239,18 @@ def _method_conflicts(quantization: Quantization, layers: Sequence[LayerDescript
         message = f"{quantization.source} says {says}, but experts are stored as {', '.join(quantised)}"
         where, hint = quantization.source.partition(":")[0], "make it say how the experts are stored: servers believe it"
         yield Problem("quantization-method", message, where, hint)
-    if quantization.method in WHOLE_MODEL:
+    if quantization.method in WITH_LISTS:
         yield from _exclusion_conflicts(quantization, "routed experts", routed)
-        yield from _exclusion_conflicts(quantization, "shared experts", shared)
+        yield from _exclusion_conflicts(quantization, "shared experts", shared if quantization.method not in ROUTED_ALONE else [])
 
 
 def _exclusion_conflicts(quantization: Quantization, what: str, groups: Sequence[tuple[str, ExpertGroup]]) -> Iterator[Problem]:
     """Compare which modules a method leaves out with which are stored unquantised."""
-    stale = [(name, group) for name, group in groups if _plain(group) and not covered(quantization.ignore, name, _modules(group))]
+    left_out, targets = quantization.left_out, quantization.targets
+    plain = [(name, group) for name, group in groups if _plain(group)]
+    stale = [(name, group) for name, group in plain if not covered(left_out, name, _modules(group))]
+    if targets is not None:
+        stale = [(name, group) for name, group in stale if covered(targets, name, _modules(group))]
     if stale:
         where, group = stale[0]
         stored = f"{what} are stored as {group.label} in {counted(len(stale), 'layer')} and are not excluded"
