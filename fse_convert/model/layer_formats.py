@@ -160,7 +160,8 @@ def _add_odd_stacks(layer: MoELayer, members: Sequence[StackTensor], problems: _
         message = f"experts in one {len(odd[0].shape)}-D tensor, {odd[0].dtype} {list(odd[0].shape)}"
         hint = "beside experts of their own" if layer.routed else "not in the layout that this family has"
         problems.add(Problem(EXPERTS_STACKED, message, first_of(t.name for t in odd), hint))
-    for member in (s for s in members if s.info.shape[0] != layer.count and not layer.routed):
+    whole = [s for s in members if 0 not in s.info.shape]
+    for member in (s for s in whole if s.info.shape[0] != layer.count and not layer.routed):
         message = f"it holds {member.info.shape[0]} experts, another tensor of the layer {layer.count}"
         problems.add(Problem("expert-shape", message, member.info.name, INCOMPLETE))
 

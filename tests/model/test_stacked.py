@@ -125,6 +125,17 @@ def test_a_layer_with_fewer_experts_than_the_others_is_a_gap() -> None:
     assert codes(described(CASES[0], edit)) == ["experts-missing"]
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 192, 64), (EXPERTS, 0, 64)])
+@pytest.mark.parametrize("which", ["gate_up_proj", "down_proj", "_proj"])
+def test_a_stack_without_elements_is_damage(which: str, shape: tuple[int, ...]) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors.update({n: (dtype, shape) for n, (dtype, _) in tensors.items() if n.endswith(which)})
+
+    found = described(case_named("L1 Qwen3.5"), edit)
+    assert codes(found) == ["tensor-empty"]
+    assert {p.message for p in found.problems} == {f"BF16 {list(shape)} has no elements"}
+
+
 def test_the_number_of_experts_is_compared_with_the_config() -> None:
     assert "config-experts" in [c.code for c in described(CASES[0], num_experts=EXPERTS + 1).conflicts]
 
