@@ -49,6 +49,7 @@ def conflicts(
 ) -> Iterator[Problem]:
     """Compare what the configs say with what the headers hold."""
     yield from _number_conflicts(family, config, layers, n_shared)
+    yield from _list_conflicts(family, config, layers)
     yield from _top_k_conflicts(family, config, layers)
     yield from dense_conflicts(family, config, [d.layer for d in layers if d.layer.kind is LayerKind.DECODER])
     yield from _expert_dtype_conflicts(quantization, layers)
@@ -80,6 +81,21 @@ def _number_conflicts(
             others = [r.key for r in readings if r.right and r.of_shared == reading.of_shared and r.key != reading.key]
             hint = f"loaders that read {others[0]} load these experts" if others else ""
             yield Problem("config-readings" if others else "config-width", reading.message, "config.json", hint)
+
+
+def _list_conflicts(family: Family, config: Mapping[str, Any], layers: Sequence[LayerDescription]) -> Iterator[Problem]:
+    """Compare lists of several widths, one per layer, with each layer's own (SGLang 0.5.23 models/hunyuan.py:142-147)."""
+    decoder = [d for d in layers if d.layer.kind is LayerKind.DECODER] if family.lists == "layer" else []
+    for s in family.stated(config, *_routed_widths(family)):
+        stated = s.value if isinstance(s.value, list) and s.number is None else []
+        for d in decoder:
+            if d.routed and d.layer.index < len(stated) and stated[d.layer.index] != d.routed.width:
+                message = f"{s.path} is {stated[d.layer.index]} for {d.layer.name}, the tensors show {d.routed.width}"
+                yield Problem("config-width", message, "config.json")
+
+
+def _routed_widths(family: Family) -> tuple[str, ...]:
+    return tuple(w.key for w in family.widths if w.share is Share.ROUTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +160,8 @@ def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence
     expected, depth = expected_layers(family, config, decoder), family.number(config, *family.depth_keys)
     if depth is None or family.per_layer(config):
         return
-    for s in family.stated(config, *rule.words, rule.step):
+    lists = (*_routed_widths(family), *TOP_K, *family.n_shared_keys) if family.lists == "layer" else ()
+    for s in family.stated(config, *rule.words, rule.step, *lists):
         if isinstance(s.value, list | str) and len(s.value) < depth:
             yield unexpected(s.path, s.value, f"an entry for each of {depth} layers")
     dense = [m.name for m in decoder if expected is not None and m.index not in expected and m.index < depth]

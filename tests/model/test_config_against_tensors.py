@@ -320,3 +320,30 @@ def test_a_width_of_shared_experts_that_loaders_would_make_up_is_told(value: dic
     assert family is not None
     assert ("there is no shared_expert_intermediate_size" in [p.message for p in unstated(family, config, 1)]) is told
     assert "there is no shared_expert_intermediate_size" not in [p.message for p in unstated(family, config, 0)]
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "message"),
+    [
+        (
+            {"moe_intermediate_size": [130, 64]},
+            "config-width",
+            "moe_intermediate_size is 64 for model.layers.1.mlp, the tensors show 130",
+        ),
+        (
+            {"moe_intermediate_size": [130]},
+            "config-value",
+            "moe_intermediate_size is [130], expected an entry for each of 2 layers",
+        ),
+        ({"moe_topk": [1]}, "config-value", "moe_topk is [1], expected an entry for each of 2 layers"),
+        ({"moe_intermediate_size": [130, 130], "moe_topk": [1, 1], "num_shared_expert": [1, 1]}, "", ""),
+    ],
+)
+def test_a_list_with_an_entry_per_layer(config: dict[str, Any], code: str, message: str) -> None:
+    tensors: Tensors = {}
+    for module in ("experts.0", "experts.1", "shared_mlp"):
+        for layer in (0, 1):
+            tensors |= expert(f"model.layers.{layer}.mlp.{module}", "bf16", 130, 64, PROJ)
+    stated = {"model_type": "hunyuan_v1_moe", "hidden_size": 64, "intermediate_size": 130, "num_experts": 2, "num_hidden_layers": 2}
+    found = description_of({**stated, "num_shared_expert": 1, **config}, tensors).conflicts
+    assert [(c.code, c.message) for c in found] == ([(code, message)] if code else [])
