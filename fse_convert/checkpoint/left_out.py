@@ -65,7 +65,7 @@ ORIGINALS = Kind("copies of the model in its maker's own form", OLD_WIDTH)
 RANKS = Kind("slices for the ranks of one server", "servers that read the index ignore them")
 CONSOLIDATED = Kind("copies of the weights in Mistral's own form", "servers that read the index ignore them")
 INDEXES = Kind("indexes under other names", f"servers read {INDEX}")
-COPIES = Kind("numbered copies of files beside them", "a second download makes them; compare both before you remove either")
+COPIES = Kind("copies of files beside them", "a second download makes them; compare both before you remove either")
 
 WHOLE = "|".join(
     (
@@ -93,8 +93,11 @@ BESIDE: tuple[tuple[Kind, str], ...] = (
 _BESIDE = tuple((kind, re.compile(pattern)) for kind, pattern in BESIDE)
 SLICE = re.compile(r"model\d+-mp(?!1\.)\d+\.safetensors|model-rank-\d+-part-\d+\.safetensors|rank\d+\.safetensors")
 """Names of rank slices that are no whole model."""
-COPY = re.compile(r".*\.(safetensors|json|jinja|model|txt|py|bin)\.\d+")
-"""What wget calls a download of a file that is there already."""
+COPY = re.compile(
+    r"(?P<whole>.*\.(?:safetensors|json|jinja|model|txt|py|bin))\.\d+"
+    r"|(?P<stem>.+?)(?: ?\(\d+\)| - Copy(?: \(\d+\))?| copy(?: \d+)?)(?P<suffix>\.\w+)"
+)
+"""What wget, browsers, Windows and macOS call a download or copy of a file that is there already."""
 
 
 def find_clutter(path: str) -> tuple[str, Kind] | None:
@@ -129,7 +132,7 @@ def _kind(name: str, names: Collection[str]) -> Kind | None:
     for kind, pattern in _BESIDE:
         if pattern.fullmatch(name):
             return kind
-    if COPY.fullmatch(name) and name.rpartition(".")[0] in names:
+    if (copy := COPY.fullmatch(name)) and (copy["whole"] or copy["stem"] + copy["suffix"]) in names:
         return COPIES
     folder, _, leaf = name.rpartition("/")
     if leaf == ".metadata" and any(n.endswith(".distcp") and n.rpartition("/")[0] == folder for n in names):

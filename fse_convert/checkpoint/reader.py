@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
@@ -15,6 +16,7 @@ from fse_convert.checkpoint.followed_links import link_notes, unsafe_shards
 from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_HINT, LFS_POINTER, Header, TensorInfo, header_length, parse_header
 from fse_convert.checkpoint.left_out import ADAPTERS, INDEXES, OTHER_FORMATS, SLICE, Kind, beside, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, QUANT_CONFIG, SIDECAR, SUFFIX, natural_key
+from fse_convert.checkpoint.rank_slices import are_slices
 from fse_convert.checkpoint.unlisted import judge_unlisted
 from fse_convert.errors import InvalidCheckpoint, Problem, counted, some
 
@@ -136,9 +138,14 @@ class _CheckpointReader:
         left = dict(self.folder.clutter) | beside(self.files, listed, whole=not missing)
         names = self._unindexed(left) if listed is None else [n for n in listed if n in self.files]
         shards = tuple(self._shards(names))
+        if are_slices(chain.from_iterable(s.header.tensors for s in shards), config or {}):
+            self._refuse_slices(names)
+            shards = ()
+        elif listed is None:
+            self._ask_for_index(names, left)
         tensors = self._tensors(shards)
         if weight_map is not None:
-            left |= self._check_unlisted(weight_map, tensors, left, missing)
+            left |= self._check_unlisted(weight_map, tensors, left, missing, config or {})
             self._check_index(weight_map, tensors, {s.name for s in shards})
         metadata = self._metadata(index)
         if not self.problems:
@@ -210,30 +217,46 @@ class _CheckpointReader:
         return {t: n for t, n in weight_map.items() if t not in self.distrusted} if self.distrusted else weight_map
 
     def _unindexed(self, left: Mapping[str, Kind]) -> list[str]:
-        """Name the shards of a checkpoint without an index; several need one, unless it was there and could not be read."""
+        """Name the shards of a checkpoint without an index."""
         present = sorted((n for n in self.files if n.endswith(SUFFIX) and "/" not in n and n not in left), key=natural_key)
         slices = [n for n in present if SLICE.fullmatch(n)]
-        others = [n for n, kind in left.items() if kind is INDEXES]
         if INDEX in self.unread:
             return present
         if not present:
             message, hint = _no_weights(left)
             self._problem("no-weights", message, self.folder.label, hint)
         elif slices and (len(present) > 1 or "-mp" in slices[0]):
-            message = f"slices for the ranks of one server, {len(slices)} of them: tensors are cut, and each has a part"
-            hint = "take the checkpoint that they were cut from, or join them to whole tensors first"
-            self._problem("rank-slices", message, slices[0], hint)
+            self._refuse_slices(slices)
             self.unread |= set(present)
             return []
-        elif len(present) > 1 and others:
-            message = f"{counted(len(present), 'shard')}, and no index but {some(others)}: servers read {INDEX} alone"
-            self._problem("file-missing", message, INDEX, f"if it lists these shards, copy {others[0]} to {INDEX}")
-        elif len(present) > 1:
-            self._problem("file-missing", f"{counted(len(present), 'shard')} but no index", INDEX, "download the index too")
         return present
 
+    def _ask_for_index(self, names: Sequence[str], left: Mapping[str, Kind]) -> None:
+        """Say that several shards need an index, unless it was there and could not be read."""
+        if len(names) < 2 or INDEX in self.unread:
+            return
+        message, hint = f"{counted(len(names), 'shard')} but no index", "download the index too"
+        if others := [n for n, kind in left.items() if kind is INDEXES]:
+            message = f"{counted(len(names), 'shard')}, and no index but {some(others)}: servers read {INDEX} alone"
+            hint = f"if it lists these shards, copy {others[0]} to {INDEX}"
+        self._problem("file-missing", message, INDEX, hint)
+
+    def _refuse_slices(self, names: Sequence[str]) -> None:
+        """Say that shards are slices for the ranks of one server; nothing in them is looked at any further."""
+        message = f"slices for the ranks of one server, {len(names)} of them: tensors are cut, and each has a part"
+        hint = (
+            "keep them all: take the checkpoint that they were cut from, or join them to whole tensors with the tool that cut them"
+        )
+        self._problem("rank-slices", message, names[0], hint)
+        self.unread |= set(names)
+
     def _check_unlisted(
-        self, weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo], left: Mapping[str, Kind], missing: Sequence[str]
+        self,
+        weight_map: Mapping[str, str],
+        tensors: Mapping[str, TensorInfo],
+        left: Mapping[str, Kind],
+        missing: Sequence[str],
+        config: Mapping[str, Any],
     ) -> Mapping[str, Kind]:
         """Judge shards that the index does not list, and those that it lists and that are not there; return what is left out."""
         listed = set(weight_map.values())
@@ -246,6 +269,9 @@ class _CheckpointReader:
             else:
                 message = f"the index does not list this shard, and what it holds cannot be read: {shard.problems[0].message}"
                 self._problem("shard-unlisted", message, name, shard.problems[0].hint)
+        if are_slices(chain(tensors.values(), *(h.tensors for h in headers.values())), config):
+            self._refuse_slices(sorted({*listed, *headers}, key=natural_key))
+            return {}
         judged = judge_unlisted(headers, weight_map, tensors, missing)
         self.problems += judged.problems
         for name in (n for n in missing if n not in judged.explained):

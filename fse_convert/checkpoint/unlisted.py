@@ -22,6 +22,9 @@ LEFTOVER = Kind(
 )
 VARIANT = Kind("shards that the index does not list, with other forms of tensors that stand in listed ones", IGNORED)
 FOREIGN = Kind("safetensors files that the index does not list, with no tensor of this model's names", IGNORED)
+DRAFTERS = Kind("drafters that the index does not list", "servers take a drafter from a folder of its own, and ignore it here")
+DRAFTER = re.compile(r"(?:.*\.)?(?:fc\.weight|midlayer\..*|d2t|t2d|(?:eagle|medusa)\w*\..*)")
+"""Tensors of EAGLE's heads (vLLM 0.33 model_executor/models/llama_eagle3.py:242-428) and Medusa's, which no model has."""
 NUMBERED = re.compile(r"\d+")
 LAYER = re.compile(r"(?P<before>(?:.*?\.)??)\d+\.(?P<after>.+)", re.DOTALL)
 
@@ -70,6 +73,8 @@ def judge_unlisted(
             message = f"the index does not list this shard, and looks for {count} of its tensors in {some(absent)}"
             hint = "keep it: finish the download, or rewrite the index if it is of an earlier save"
             problems.append(Problem("shard-unlisted", message, name, hint))
+        elif not any("mtp." in n for n in nowhere) and any(map(DRAFTER.fullmatch, nowhere)):
+            left[name] = DRAFTERS
         elif _pattern(name) not in patterns and _is_foreign(nowhere, known):
             left[name] = FOREIGN
         else:

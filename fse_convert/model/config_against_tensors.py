@@ -32,8 +32,13 @@ LOAD_CONFLICTS = UNFIT | {"config-expert-dtype", "quantization-method", "config-
 """The same, with those that a change of the config alone may mend, and those that some loader does not read."""
 OTHER_CODES = ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "aqlm", "hqq", "eetq", "gguf")
 """Methods that store weights as codes of their own: none of them reads FP8 blocks, MXFP4 or NVFP4."""
-WHOLE_MODEL = (*FP8_METHODS, "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8")
-"""Methods that quantise every linear layer but those they list; others (compressed-tensors) list what they quantise."""
+ROUTED_ALONE = ("mxfp4", "gpt_oss_mxfp4")
+"""Methods that quantise routed experts and no other module (vLLM 0.33 layers/quantization/mxfp4.py)."""
+WITH_LISTS = (
+    *FP8_METHODS, "quark", "mxfp8", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "awq", "awq_marlin", "gptq", "gptq_marlin",
+    "compressed-tensors", "auto-round", "inc", *ROUTED_ALONE,
+)  # fmt: skip
+"""Methods that quantise every linear layer, or those they list, but for those that they list as left out."""
 UNSTATED = "config-unstated"
 INCOMPLETE = "is the checkpoint complete?"
 DRAFT = "a draft model exported by itself: no class of a server loads it as a main model; take the checkpoint that it drafts for"
@@ -46,6 +51,7 @@ def conflicts(
 ) -> Iterator[Problem]:
     """Compare what the configs say with what the headers hold."""
     yield from _number_conflicts(family, config, layers, n_shared)
+    yield from _list_conflicts(family, config, layers)
     yield from _top_k_conflicts(family, config, layers)
     yield from dense_conflicts(family, config, [d.layer for d in layers if d.layer.kind is LayerKind.DECODER])
     yield from _expert_dtype_conflicts(quantization, layers)
@@ -77,6 +83,21 @@ def _number_conflicts(
             others = [r.key for r in readings if r.right and r.of_shared == reading.of_shared and r.key != reading.key]
             hint = f"loaders that read {others[0]} load these experts" if others else ""
             yield Problem("config-readings" if others else "config-width", reading.message, "config.json", hint)
+
+
+def _list_conflicts(family: Family, config: Mapping[str, Any], layers: Sequence[LayerDescription]) -> Iterator[Problem]:
+    """Compare lists of several widths, one per layer, with each layer's own (SGLang 0.5.23 models/hunyuan.py:142-147)."""
+    decoder = [d for d in layers if d.layer.kind is LayerKind.DECODER] if family.lists == "layer" else []
+    for s in family.stated(config, *_routed_widths(family)):
+        stated = s.value if isinstance(s.value, list) and s.number is None else []
+        for d in decoder:
+            if d.routed and d.layer.index < len(stated) and stated[d.layer.index] != d.routed.width:
+                message = f"{s.path} is {stated[d.layer.index]} for {d.layer.name}, the tensors show {d.routed.width}"
+                yield Problem("config-width", message, "config.json")
+
+
+def _routed_widths(family: Family) -> tuple[str, ...]:
+    return tuple(w.key for w in family.widths if w.share is Share.ROUTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +162,8 @@ def dense_conflicts(family: Family, config: Mapping[str, Any], decoder: Sequence
     expected, depth = expected_layers(family, config, decoder), family.number(config, *family.depth_keys)
     if depth is None or family.per_layer(config):
         return
-    for s in family.stated(config, *rule.words, rule.step):
+    lists = (*_routed_widths(family), *TOP_K, *family.n_shared_keys) if family.lists == "layer" else ()
+    for s in family.stated(config, *rule.words, rule.step, *lists):
         if isinstance(s.value, list | str) and len(s.value) < depth:
             yield unexpected(s.path, s.value, f"an entry for each of {depth} layers")
     dense = [m.name for m in decoder if expected is not None and m.index not in expected and m.index < depth]
@@ -252,14 +274,18 @@ def _method_conflicts(quantization: Quantization, layers: Sequence[LayerDescript
         message = f"{quantization.source} says {says}, but experts are stored as {', '.join(quantised)}"
         where, hint = quantization.source.partition(":")[0], "make it say how the experts are stored: servers believe it"
         yield Problem("quantization-method", message, where, hint)
-    if quantization.method in WHOLE_MODEL:
+    if quantization.method in WITH_LISTS:
         yield from _exclusion_conflicts(quantization, "routed experts", routed)
-        yield from _exclusion_conflicts(quantization, "shared experts", shared)
+        yield from _exclusion_conflicts(quantization, "shared experts", shared if quantization.method not in ROUTED_ALONE else [])
 
 
 def _exclusion_conflicts(quantization: Quantization, what: str, groups: Sequence[tuple[str, ExpertGroup]]) -> Iterator[Problem]:
     """Compare which modules a method leaves out with which are stored unquantised."""
-    stale = [(name, group) for name, group in groups if _plain(group) and not covered(quantization.ignore, name, _modules(group))]
+    left_out, targets = quantization.left_out, quantization.targets
+    plain = [(name, group) for name, group in groups if _plain(group)]
+    stale = [(name, group) for name, group in plain if not covered(left_out, name, _modules(group))]
+    if targets is not None:
+        stale = [(name, group) for name, group in stale if covered(targets, name, _modules(group))]
     if stale:
         where, group = stale[0]
         stored = f"{what} are stored as {group.label} in {counted(len(stale), 'layer')} and are not excluded"
@@ -300,7 +326,7 @@ def gaps(family: Family, config: Mapping[str, Any], grouping: Grouping) -> Itera
     usual = written or 0 if written in counts or not counts else counts.most_common(1)[0][0]
     yield from _count_gaps(decoder, usual)
     yield from _count_gaps(mtp, family.number(config, family.mtp_routed_key) or usual)
-    bare = [m.name for m in grouping.layers if m.shared is None and not m.unknown]
+    bare = [m.name for m in grouping.layers if m.shared is None and not (m.unknown or m.twins)]
     if bare and _shared_promised(family, config, grouping.layers):
         message = f"{len(bare)} of {len(grouping.layers)} layers have no shared experts, which the model has: {some(bare)}"
         yield Problem("shared-missing", message, bare[0], INCOMPLETE)

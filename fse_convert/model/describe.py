@@ -7,15 +7,17 @@ Layers come from the tensor names. Config values are hints: ``num_nextn_predict_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, garbage_collection_paused
 from fse_convert.errors import Problem, some
 from fse_convert.model.config_against_tensors import conflicts, depth_conflicts, gaps, mtp_conflicts, table_conflicts, unstated
-from fse_convert.model.description import Description
+from fse_convert.model.description import Description, first_of
 from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import find_family
 from fse_convert.model.families.resemblance import resembling
+from fse_convert.model.formats import NOT_GATHERED
 from fse_convert.model.grouping import EXPERT_MODULE, Grouping, group_layers, seen
 from fse_convert.model.layer_formats import LayerReader
 from fse_convert.model.quantization import Quantization
@@ -67,8 +69,20 @@ def describe(checkpoint: Checkpoint, quantization: Quantization, named: str = ""
         layers=layers,
         conflicts=tuple(dict.fromkeys(found)),
         gaps=tuple(lacking),
-        outside=(*converted, *_refusal(family), *_strays(family, grouping)),
+        outside=(*converted, *_refusal(family), *_strays(family, grouping), *_empty(tensors)),
     )
+
+
+def _empty(tensors: Mapping[str, TensorInfo]) -> Iterator[Problem]:
+    """Find weights and biases without elements of all modules but experts, whose formats tell; state of other kinds may be empty.
+
+    No server loads them: vLLM 0.33 model_executor/model_loader/weight_utils.py (default_weight_loader) compares sizes.
+    """
+    empty = [t for t in tensors.values() if 0 in t.shape and t.name.endswith(("weight", "bias"))]
+    others = [t for t in empty if not EXPERT_MODULE.search(t.name)]
+    if others:
+        message = f"{others[0].dtype} {list(others[0].shape)} has no elements"
+        yield Problem("tensor-empty", message, first_of(t.name for t in others), NOT_GATHERED)
 
 
 def _refusal(family: Family) -> Iterator[Problem]:

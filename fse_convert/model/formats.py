@@ -26,7 +26,7 @@ CEIL_BLOCKS = (16, 32, 64, 128, 256)
 """Block sizes considered when a scale's shape has a partial last block and the config names no block."""
 MXFP8_BLOCK = (1, 32)
 """The block of FP8 weights that OCP calls MXFP8; it comes beside FP8 of any other block."""
-NOT_GATHERED = "saved by a sharded training run without gathering its weights? save it again with all of them"
+NOT_GATHERED = "saved by a sharded training run without gathering its weights? save it again with all of them in their full shapes"
 SUPPORTED = "supported: FP8 (F8_E4M3), packed MXFP4 and NVFP4 (I8, U8), BF16, F16, F32"
 REQUANTISE = "choose a server that takes F32 scales; quantising again, to E8M0 scales, loses precision"
 """What to do about F32 scales that are not powers of two."""
@@ -191,9 +191,8 @@ def read_format(parts: Mapping[str, TensorInfo], block_hint: tuple[int, int] | N
     if dtype not in WEIGHT_DTYPES:
         raise FormatError("dtype-unsupported", weight, f"weights of dtype {dtype} are not supported", SUPPORTED)
     if len(shape) != 2:
-        raise FormatError(
-            "weight-shape", weight, f"expected a matrix, found shape {list(shape)}", "fused 3-D experts are not supported"
-        )
+        hint = "fused 3-D experts are not supported" if len(shape) > 2 else NOT_GATHERED
+        raise FormatError("weight-shape", weight, f"expected a matrix, found shape {list(shape)}", hint)
     _check_scalars(parts, weight, scale)
     if dtype in PLAIN_WEIGHTS:
         if scale is not None:

@@ -172,7 +172,7 @@ class _Grouper:
             kind = LayerKind.MTP if self._is_mtp(b) else LayerKind.DECODER
             at = (kind, b.number - depth if kind is LayerKind.MTP and not b.own else b.number)
             first = layers.get(at)
-            layers[at] = replace(first, twins=(*first.twins, b.layer)) if first else self._layer(b, *at)
+            layers[at] = replace(first, twins=(*first.twins, b.name)) if first else self._layer(b, *at)
         for layer, at in sorted(self.elsewhere.items()):
             if at in layers:
                 layers[at] = replace(layers[at], twins=(*layers[at].twins, layer))

@@ -64,8 +64,7 @@ class LayerReader:
     def _add_odd_names(self, layer: MoELayer, problems: _Problems) -> None:
         """Add what the names alone show: tensors that are not understood, that are there twice, or missing."""
         for twin in layer.twins:
-            message = f"this layer is there twice, under other prefixes: {_prefix(layer.name)} and {_prefix(twin)}"
-            problems.add(Problem("layer-twice", message, layer.name, TWICE))
+            problems.add(Problem("layer-twice", f"this layer is there twice, {_difference(layer.name, twin)}", layer.name, TWICE))
         _add_odd_stacks(layer, self._members(layer), problems)
         for name in layer.unknown:
             problems.add(Problem("expert-unknown", "an expert tensor that is not understood", name, NO_MATRIX))
@@ -151,7 +150,9 @@ def _group(read: Read, roles: frozenset[Role], understood: set[Role], problems: 
 def _add_odd_stacks(layer: MoELayer, members: Sequence[StackTensor], problems: _Problems) -> None:
     """Add what of the stacked tensors is not understood, and numbers of experts that differ between them."""
     known = {member.info.name for member in members}
-    odd = [t for t in layer.stacked if t.name not in known or layer.routed]
+    for name in sorted(known) if layer.routed else ():
+        problems.add(Problem("layer-twice", "experts are there twice, stacked and each by itself", name, TWICE))
+    odd = [t for t in layer.stacked if t.name not in known]
     routers = [t for t in odd if t.name.removeprefix(layer.name).startswith(ROUTERS)]
     for t in routers:
         message = f"a router of {len(t.shape)} dimensions, {t.dtype} {list(t.shape)}: servers load a matrix"
@@ -160,7 +161,8 @@ def _add_odd_stacks(layer: MoELayer, members: Sequence[StackTensor], problems: _
         message = f"experts in one {len(odd[0].shape)}-D tensor, {odd[0].dtype} {list(odd[0].shape)}"
         hint = "beside experts of their own" if layer.routed else "not in the layout that this family has"
         problems.add(Problem(EXPERTS_STACKED, message, first_of(t.name for t in odd), hint))
-    for member in (s for s in members if s.info.shape[0] != layer.count and not layer.routed):
+    whole = [s for s in members if 0 not in s.info.shape]
+    for member in (s for s in whole if s.info.shape[0] != layer.count and not layer.routed):
         message = f"it holds {member.info.shape[0]} experts, another tensor of the layer {layer.count}"
         problems.add(Problem("expert-shape", message, member.info.name, INCOMPLETE))
 
@@ -259,6 +261,9 @@ def _missing_experts(layer: MoELayer) -> list[int]:
     return sorted(set(range(max(numbers, default=-1) + 1)) - numbers)
 
 
-def _prefix(layer: str) -> str:
-    """Return what stands before a layer's number."""
-    return re.split(r"\.\d+(?:\.|$)", layer)[0]
+def _difference(name: str, twin: str) -> str:
+    """Say in what two names of one layer differ: what stands before its number, behind it, or the number itself."""
+    (before, after), (other_before, other_after) = (re.split(r"\.\d+(?:\.|$)", n, maxsplit=1) for n in (name, twin))
+    if before != other_before:
+        return f"under two prefixes: {before} and {other_before}"
+    return f"under two names: {f'{after} and {other_after}' if after != other_after else f'{name} and {twin}'}"

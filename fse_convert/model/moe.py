@@ -52,8 +52,8 @@ class MoELayer:
     ``name`` is the block's prefix (``layers.3.ffn``), ``index`` its number within its kind. ``routed`` are in expert order;
     ``gate_tensor`` is the shared expert's own gate (Qwen) if there is one; ``unknown`` are expert tensors that no rule
     explains, ``stacked`` those that hold all routed experts of the layer (Llama 4), and ``fused`` the matrices of a shared MLP
-    whose gate and up are one (Granite). ``twins``: other prefixes under which the same layer is there too. ``doubled``: projections
-    of the shared expert that have another name beside the one that ``shared`` has.
+    whose gate and up are one (Granite). ``twins``: other names of blocks or layers under which the same layer is there too.
+    ``doubled``: projections of the shared expert that have another name beside the one that ``shared`` has.
     """
 
     name: str

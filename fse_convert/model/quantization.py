@@ -44,6 +44,8 @@ SAME = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"} | 
 """Other spellings of a method: what servers make of them differs, what is stored does not."""
 BLOCK, SCHEME_BLOCKS = "weight_block_size", ("block_structure", "block_size")
 """Keys of an FP8 block: DeepSeek's, and in a scheme compressed-tensors' and Quark's."""
+TARGET_KEYS = ("modules_in_block_to_quantize", "block_name_to_quantize", "to_quant_block_names")
+"""Keys for the only modules that GPTQ and AutoRound quantise."""
 SCHEME = "activation_scheme"
 
 INNER = {"config.json": "quantization_config", "config.json:text_config": "text_config.quantization_config"}
@@ -90,6 +92,32 @@ class Quantization:
     def quantized(self) -> bool:
         """True where any config describes a quantisation."""
         return bool(self.source)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Entries of modules that stay unquantised: `ignore`, GPTQ's negative ``dynamic``, and AutoRound's ``extra_config``.
+
+        vLLM 0.33 layers/quantization/utils/gptq_utils.py:91-95, inc/config_parser.py:109-200: both match regular expressions.
+        """
+        taken = [key[2:] for key in place(self.raw, "dynamic") if key.startswith("-:")]
+        extra = place(self.raw, "extra_config")
+        taken += [key for key in extra if type(bits := place(extra, key).get("bits")) is int and bits >= 16]
+        return (*self.ignore, *(f"re:{key}" for key in taken))
+
+    @property
+    def targets(self) -> tuple[str, ...] | None:
+        """Entries of the only modules that are quantised; None where all linear layers are.
+
+        vLLM 0.33 layers/quantization/compressed_tensors/utils.py:73-111, utils/gptq_utils.py:120-140, inc/config_parser.py:172.
+        """
+        if self.method == "compressed-tensors":
+            groups = place(self.raw, "config_groups")
+            found = [t for key in groups if place(groups, key).get("weights") for t in _names(place(groups, key).get("targets"))]
+            return None if "Linear" in found else tuple(found)
+        listed = next((v for key in TARGET_KEYS if (v := self.raw.get(key))), None)
+        if isinstance(listed, list):
+            return tuple(name for each in listed for name in (_names(each) or _names([each])))
+        return tuple(listed.split(",")) if isinstance(listed, str) else None
 
 
 def read_quantization(config: Mapping[str, Any], quant_config: Mapping[str, Any] | None = None) -> Quantization:

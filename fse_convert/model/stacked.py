@@ -88,7 +88,12 @@ class StackTensor:
         return self.stack.transposed and self.suffix not in PACKED and len(self.info.shape) == self.leading + 2
 
     def slice(self) -> TensorInfo:
-        """Return what one expert has of the tensor, as its header would say: gate and up together where they are one matrix."""
+        """Return what one expert has of the tensor, as its header would say: gate and up together where they are one matrix.
+
+        A tensor without elements is returned as it is.
+        """
+        if 0 in self.info.shape:
+            return self.info
         shape = self.info.shape[self.leading :]
         if self.part in SCALARS or not shape:
             return self.info._replace(shape=shape)
@@ -121,7 +126,7 @@ def find_stack(stacks: Iterable[Stack], tail: str, info: TensorInfo, leading: in
         if tail.startswith(stack.name) and suffix in PARTS:
             member = StackTensor(info, stack, suffix, leading)
             least, most = _dimensions(member.part, suffix)
-            fits = leading + least <= len(info.shape) <= leading + most and 0 not in info.shape
+            fits = 0 in info.shape or leading + least <= len(info.shape) <= leading + most
             return member if fits and (member.part != BIAS or info.dtype in PLAIN_WEIGHTS) else None
     return None
 

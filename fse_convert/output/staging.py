@@ -152,10 +152,6 @@ def reading(folder: LocalFolder) -> Iterator[None]:
     """Say of whatever fails that the folder which is read changed, if it did. Raises EnvironmentFailure, OSError."""
     try:
         yield
-    except FseConvertError as e:
-        if not isinstance(e, EnvironmentFailure):
-            folder.check_all()
-        raise
     except Exception:
         folder.check_all()
         raise

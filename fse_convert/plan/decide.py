@@ -175,10 +175,13 @@ def _check_verdicts(verdicts: tuple[LayerVerdict, ...], options: Options, after:
 
 
 def _unfused_problems(unfused: list[LayerVerdict], scales: Scales) -> list[Problem]:
-    """Return one problem per distinct reason, naming the layers that have it, and of inexact scales one value."""
+    """Return one problem per distinct reason, naming the layers that have it, and of inexact scales one value.
+
+    Of a server that refuses the model, its own reasons: what its kernel takes does not matter then.
+    """
     by_reason: dict[Reason, list[LayerVerdict]] = {}
     for v in unfused:
-        for reason in v.verdict.reasons:
+        for reason in (v.server if v.server.outcome is Outcome.REFUSED else v.verdict).reasons:
             by_reason.setdefault(reason, []).append(v)
     return [Problem(r.code, _message(r, vs, scales), _layer_list(vs), r.hint) for r, vs in by_reason.items()]
 

@@ -14,8 +14,10 @@ from fse_convert.plan.plan import Plan
 from fse_convert.servers.native import LaunchWidths
 from fse_convert.sidecar.manifest import ConfigEdit
 
-WIDTH_NAMES = tuple(dict.fromkeys(w.key for f in FAMILIES for w in f.widths))
-"""Names that some family or other has for the width of experts."""
+OTHER_NAMES = ("ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size_mlp", "moe_inter_dim")
+"""Of Megatron, Llama 4 and DeepSeek's own inference code: no family's loader reads them for experts."""
+WIDTH_NAMES = tuple(dict.fromkeys((*(w.key for f in FAMILIES for w in f.widths), *OTHER_NAMES)))
+"""Names that some family or other, or another program, has for the width of experts."""
 
 PARAMS = "params.json"
 """Mistral's own config (vLLM 0.33 transformers_utils/config.py:890-898, configs/mistral.py:286-302)."""

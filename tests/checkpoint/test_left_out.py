@@ -162,6 +162,7 @@ def test_what_a_server_may_need_is_carried(path: str) -> None:
         (["model0-mp2.safetensors", "model1-mp2.safetensors"], []),
         (["model.safetensors", "model0-mp8.safetensors"], ["model0-mp8.safetensors"]),
         (["adapter_model.safetensors"], ["adapter_model.safetensors"]),
+        (["model.safetensors", "model (1).safetensors"], ["model (1).safetensors"]),
     ],
 )  # fmt: skip
 def test_without_an_index_another_cut_of_the_weights_counts_where_there_is_no_other(names: list[str], left: list[str]) -> None:
@@ -177,12 +178,23 @@ def test_where_listed_shards_are_absent_headers_must_tell() -> None:
     [
         (["model.safetensors.1", "config.json.1", "config.json"], {"config.json.1": COPIES}),
         ([SHARDS[0], f"{SHARDS[0]}.1", f"{SHARDS[0]}.2"], {f"{SHARDS[0]}.1": COPIES, f"{SHARDS[0]}.2": COPIES}),
+        (["model.safetensors", "model (1).safetensors"], {"model (1).safetensors": COPIES}),
+        ([SHARDS[0], SHARDS[0].replace(".", "(2)."), "config (1).json"], {SHARDS[0].replace(".", "(2)."): COPIES}),
+        (
+            ["config.json", "config - Copy.json", "config - Copy (2).json"],
+            dict.fromkeys(["config - Copy.json", "config - Copy (2).json"], COPIES),
+        ),
+        (["model.safetensors", "model copy 3.safetensors", "copy.safetensors"], {"model copy 3.safetensors": COPIES}),
         ([".metadata", "x/.metadata", "x/__0_0.distcp"], {"x/.metadata": TRAINING, "x/__0_0.distcp": TRAINING}),
         ([".metadata", "__0_0.distcp"], {".metadata": TRAINING, "__0_0.distcp": TRAINING}),
     ],
     ids=[
         "pieces of one file are not copies of it",
         "wget's second downloads",
+        "a browser's second download",
+        "only beside what they are copies of",
+        "copies of Windows",
+        "copies of macOS",
         "sharded save in a folder",
         "sharded save at the root",
     ],

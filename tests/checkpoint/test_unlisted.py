@@ -74,6 +74,7 @@ def test_another_form_of_the_same_tensors_is_not_said_to_be_removable(source: Ma
         (["layers.1.eh_proj.weight"], False),
         (["model.layers.1.ffn.gate.weight"], False),
         (["mtp.1.hnorm.weight"], False),
+        (["mtp.fc.weight"], False),
         (["x.0.y", "layers.7.ffn.gate.weight"], False),
     ],
 )
@@ -104,23 +105,28 @@ def test_a_shard_that_the_index_forgot_is_never_to_be_removed(source: Make) -> N
     assert (problem.code, problem.where) == ("shard-unlisted", forgotten.name)
     assert "stand nowhere else" in problem.message
     assert "remove" not in problem.message + problem.hint
-    assert problem.hint.endswith(f"if its tensors are this model's, rewrite {INDEX} to list them")
+    move, write = problem.hint.split("; ")
+    assert move == "if it is of another model, such as a drafter, move it to a folder of its own"
+    assert write == f"if its tensors are this model's, rewrite {INDEX} to list them"
     rewrite_index(root)
     assert read(root).problems == ()
 
 
-def test_a_drafter_without_layer_numbers_is_to_be_moved_before_anyone_rewrites_the_index(source: Make) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["d2t", "fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight"],
+        ["fc.weight", "layers.0.ffn.gate.weight2", "layers.0.self_attn.q_proj.weight"],
+        ["medusa_head.0.0.linear.weight", "lm_head.weight"],
+    ],
+)
+def test_a_drafters_head_is_left_out_with_a_note(names: list[str], source: Make) -> None:
     root = source()
-    drafter = root / "eagle3.safetensors"
-    names = ["d2t", "fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight"]
-    save(drafter, **dict.fromkeys(names, Stored("BF16", [4], bytes(8))))
-    (problem,) = read(root).problems
-    assert (problem.code, problem.where) == ("shard-unlisted", drafter.name)
-    move, rewrite = problem.hint.split("; ")
-    assert move == "if it is of another model, such as a drafter, move it to a folder of its own"
-    assert rewrite.startswith("if its tensors are this model's")
-    drafter.unlink()
-    assert read(root).problems == ()
+    save(root / "eagle_head.safetensors", **dict.fromkeys(names, Stored("BF16", [4], bytes(8))))
+    found = read(root)
+    assert found.problems == ()
+    assert [n.hint for n in found.checkpoint.notes] == ["servers take a drafter from a folder of its own, and ignore it here"]
+    assert "eagle_head.safetensors" not in found.checkpoint.files
 
 
 @pytest.mark.parametrize(("name", "foreign"), [("model-00009-of-00009.safetensors", False), ("other.safetensors", True)])

@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[str, list[str], Callable[[Path], object] | bytes]] = {
     ),
     "training": ("training", ["checkpoint-500/config.json", "checkpoint-500/model.safetensors"], b"x"),
     "states of a training": ("training", ["training_args.bin", "optimizer.pt", "fsdp_0/__0_0.distcp", "fsdp_0/.metadata"], b"x"),
-    "numbered": ("numbered copies", ["config.json.1", "config.json.2"], b"{}"),
+    "numbered": ("copies of files beside them", ["config.json.1", "config.json.2"], b"{}"),
     "leftover": ("stand in listed ones", ["model.safetensors"], copy_of_a_shard),
     "variant": ("other forms", ["model.fp16.safetensors"], shard),
 }

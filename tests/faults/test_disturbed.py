@@ -125,6 +125,19 @@ def test_a_restoration_that_is_disturbed_publishes_nothing(
     assert not original.exists()
 
 
+@pytest.mark.parametrize("touch", [append, flip], ids=["grows", "has other bytes"])
+def test_a_carried_file_that_changes_before_it_is_restored_is_named(
+    touch: Callable[[Path], None], tiny: Path, tmp_path: Path
+) -> None:
+    out, original = tmp_path / "out", tmp_path / "original"
+    Conversion(request(tiny, out, Level.NONE)).run(lambda _event: None)
+    with pytest.raises(FseConvertError) as disturbed:
+        Restoration(out, original, Link.AUTO).run(at(1, lambda: touch(out / "tokenizer_config.json")))
+    (problem,) = disturbed.value.problems
+    assert (problem.code, problem.where) == ("source-changed", "tokenizer_config.json")
+    assert not original.exists()
+
+
 def test_verify_names_what_a_run_that_was_cut_off_left(
     output: Callable[..., Path], tmp_path: Path, run: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -50,6 +50,48 @@ def test_a_stale_config_after_dequantising() -> None:
     ]
 
 
+LINEAR = {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 4, "group_size": 32}}
+STALE: dict[str, dict[str, Any]] = {
+    "awq": {"bits": 4, "modules_to_not_convert": ["gate"]},
+    "gptq": {"bits": 4, "dynamic": {"-:.*attn.*": {}}},
+    "gptq_marlin": {"bits": 4, "modules_in_block_to_quantize": [["ffn.experts.0.w1"], ["ffn.shared_experts.w1"]]},
+    "compressed-tensors": {"config_groups": {"0": LINEAR}, "ignore": ["lm_head"]},
+    "auto-round": {"bits": 4, "block_name_to_quantize": "layers,mtp", "extra_config": {".*attn.*": {"bits": 16}}},
+    "inc": {"bits": 4, "extra_config": {".*experts.*": {"bits": 8}}},
+}
+
+
+@pytest.mark.parametrize("method", STALE)
+def test_a_stale_config_of_any_method(method: str) -> None:
+    routed, shared = conflicts(Model(routed="bf16", shared="bf16"), {"quant_method": method, **STALE[method]})
+    assert f"says {method}, but routed experts are stored as BF16" in routed
+    assert f"says {method}, but shared experts are stored as BF16" in shared
+
+
+def test_mxfp4_means_routed_experts_alone() -> None:
+    (found,) = conflicts(Model(routed="bf16", shared="bf16"), {"quant_method": "mxfp4"})
+    assert "says mxfp4, but routed experts are stored as BF16" in found
+    assert conflicts(Model(routed="bf16", shared="bf16"), {"quant_method": "mxfp4", "modules_to_not_convert": ["experts"]}) == []
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        {"quant_method": "awq", "modules_to_not_convert": ["experts", "shared_experts"]},
+        {"quant_method": "gptq", "dynamic": {"-:.*experts.*": {}}},
+        {"quant_method": "gptq", "modules_in_block_to_quantize": [["self_attn.q_proj"]]},
+        {"quant_method": "compressed-tensors", "config_groups": {"0": {**LINEAR, "targets": ["re:.*attn.*"]}}},
+        {"quant_method": "compressed-tensors", "config_groups": {"0": {**LINEAR, "weights": None}}},
+        {"quant_method": "compressed-tensors", "config_groups": {"0": LINEAR}, "ignore": ["re:.*experts.*"]},
+        {"quant_method": "auto-round", "extra_config": {".*experts.*": {"bits": 16}}},
+        {"quant_method": "auto-round", "to_quant_block_names": ["visual.blocks"]},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    ],
+)
+def test_experts_that_a_method_leaves_out(quant: dict[str, Any]) -> None:
+    assert conflicts(Model(routed="bf16", shared="bf16"), quant) == []
+
+
 @pytest.mark.parametrize(
     "quant",
     [
@@ -384,3 +426,30 @@ def test_convert_and_inspect_refuse_experts_that_are_gone_everywhere(lost: str, 
     for command in (("inspect", root, "--require", "vllm-0.33-aiter"), (root, tmp_path / "out", "--tp", 4)):
         exit_code, _, err = run(*command)
         assert (exit_code, f"error[{code}]" in err) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "message"),
+    [
+        (
+            {"moe_intermediate_size": [130, 64]},
+            "config-width",
+            "moe_intermediate_size is 64 for model.layers.1.mlp, the tensors show 130",
+        ),
+        (
+            {"moe_intermediate_size": [130]},
+            "config-value",
+            "moe_intermediate_size is [130], expected an entry for each of 2 layers",
+        ),
+        ({"moe_topk": [1]}, "config-value", "moe_topk is [1], expected an entry for each of 2 layers"),
+        ({"moe_intermediate_size": [130, 130], "moe_topk": [1, 1], "num_shared_expert": [1, 1]}, "", ""),
+    ],
+)
+def test_a_list_with_an_entry_per_layer(config: dict[str, Any], code: str, message: str) -> None:
+    tensors: Tensors = {}
+    for module in ("experts.0", "experts.1", "shared_mlp"):
+        for layer in (0, 1):
+            tensors |= expert(f"model.layers.{layer}.mlp.{module}", "bf16", 130, 64, PROJ)
+    stated = {"model_type": "hunyuan_v1_moe", "hidden_size": 64, "intermediate_size": 130, "num_experts": 2, "num_hidden_layers": 2}
+    found = description_of({**stated, "num_shared_expert": 1, **config}, tensors).conflicts
+    assert [(c.code, c.message) for c in found] == ([(code, message)] if code else [])

@@ -142,6 +142,15 @@ def test_headers_that_make_no_format(tensors: dict[str, tuple[str, tuple[int, ..
     assert e.value.problem.code == code
 
 
+@pytest.mark.parametrize(
+    ("shape", "hint"), [((N * K,), "in their full shapes"), ((), "in their full shapes"), ((4, N, K), "3-D experts")]
+)
+def test_what_no_matrix_is_told_by_its_dimensions(shape: tuple[int, ...], hint: str) -> None:
+    with pytest.raises(FormatError) as e:
+        read_format(parts(weight=("BF16", shape)))
+    assert (e.value.problem.code, hint in e.value.problem.hint) == ("weight-shape", True)
+
+
 def test_a_partial_last_block_needs_the_configs_block_only_where_it_is_ambiguous() -> None:
     assert read("fp8-128", n=320, k=200).block == (128, 128)
     small = parts(weight=("F8_E4M3", (40, 512)), scale=("F8_E8M0", (1, 4)))

@@ -18,7 +18,7 @@ from fse_convert.plan.source import describe_source
 from fse_convert.servers.judge import judge
 from fse_convert.servers.targets import TARGETS
 from fse_convert.servers.verdict import Outcome
-from fse_convert.testing.memory import PROJ, Model, Tensors, checkpoint, description_of, expert, subject_of
+from fse_convert.testing.memory import PROJ, Model, Tensors, W, checkpoint, description_of, expert, subject_of
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_5_moe",
@@ -80,6 +80,34 @@ def test_a_layer_that_is_there_under_two_prefixes_is_one_layer_and_refused(secon
         decide(describe_source(checkpoint(QWEN, tensors)), Options(TARGETS[0]))
     assert [p.code for p in e.value.problems] == ["layer-twice"]
     assert not any(a.fused for a in judge(subject_of(QWEN, tensors)))
+
+
+KIMI = {"model_type": "kimi_linear", "hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 2, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        ("model.layers.0.mlp", "model.layers.00.mlp", "model.layers.0.mlp and model.layers.00.mlp"),
+        ("model.layers.0.block_sparse_moe", "model.layers.0.mlp", "block_sparse_moe and mlp"),
+    ],
+)
+def test_what_differs_between_two_names_of_a_layer_is_named(first: str, second: str, names: str) -> None:
+    tensors: Tensors = {}
+    for block in (first, second):
+        for module, parts in (("experts.0", W), ("experts.1", W), ("shared_experts", PROJ)):
+            tensors |= expert(f"{block}.{module}", "bf16", 256, 512, parts)
+    (problem,) = description_of(KIMI, tensors).problems
+    assert (problem.code, problem.message) == ("layer-twice", f"this layer is there twice, under two names: {names}")
+
+
+def test_routed_and_shared_experts_under_two_prefixes_are_so_for_every_server() -> None:
+    m = Model(layers=1, mtp=0)
+    tensors = {f"model.{n}" if "shared_experts" in n else n: t for n, t in m.tensors().items()}
+    about = subject_of(m.full_config(), tensors)
+    (problem,) = about.description.problems
+    assert problem.message == "this layer is there twice, under two prefixes: layers and model.layers"
+    assert {r.code for a in judge(about) for v in a.layers for r in v.reasons} == {"layer-twice"}
 
 
 def test_an_mtp_layer_may_not_be_there_twice_either() -> None:

@@ -89,6 +89,17 @@ def test_every_empty_tensor_is_damage_whatever_the_others_are() -> None:
         assert sum(1 + int(p.where.rpartition(" and ")[2].split()[0]) if " and " in p.where else 1 for p in found.problems) >= count
 
 
+@pytest.mark.parametrize("name", ["embed.weight", "layers.0.ffn.gate.weight", "layers.0.attn.wo.weight", "layers.0.attn.wq.bias"])
+def test_an_empty_tensor_of_another_module_is_damage(name: str) -> None:
+    (problem,) = description_of(model().full_config(), model().tensors() | {name: ("BF16", (0, 512))}).problems
+    assert (problem.code, problem.message, problem.where) == ("tensor-empty", "BF16 [0, 512] has no elements", name)
+
+
+def test_state_of_other_kinds_may_be_empty() -> None:
+    state: Tensors = {"layers.0.attn.wo._extra_state": ("U8", (0,))}
+    assert description_of(model().full_config(), model().tensors() | state).problems == ()
+
+
 def test_experts_of_two_widths_are_told_with_both() -> None:
     m = Model(layers=1, mtp=0, experts=2, routed="bf16", shared="bf16", width=256)
     tensors = m.tensors() | {n: t for e in (2, 3) for n, t in expert(f"layers.0.ffn.experts.{e}", "bf16", 128, 512).items()}

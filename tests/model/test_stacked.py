@@ -96,7 +96,7 @@ AT = "model.layers.0.mlp.experts."
         ({f"{AT}gate_up_proj_zero": ("BF16", (EXPERTS, 66, 1))}, ["experts-stacked"]),
         ({f"{AT}gate_up_proj_bias": ("I32", (EXPERTS, 66))}, ["experts-stacked"]),
         ({f"{AT}down_proj": None}, ["projection-missing"]),
-        (expert(f"{AT}0", "bf16", 33, 64, ("gate_proj", "up_proj", "down_proj")), ["experts-missing", "experts-stacked"]),
+        (expert(f"{AT}0", "bf16", 33, 64, ("gate_proj", "up_proj", "down_proj")), ["experts-missing", "layer-twice"]),
     ],
 )
 def test_what_is_not_the_familys_layout_is_told(change: dict[str, Any], expected: list[str]) -> None:
@@ -123,6 +123,27 @@ def test_a_layer_with_fewer_experts_than_the_others_is_a_gap() -> None:
             tensors[name] = (tensors[name][0], (EXPERTS - 1, *tensors[name][1][1:]))
 
     assert codes(described(CASES[0], edit)) == ["experts-missing"]
+
+
+def test_experts_both_stacked_and_each_by_itself_are_there_twice() -> None:
+    def edit(tensors: Tensors) -> None:
+        for e in range(EXPERTS):
+            tensors |= expert(f"{AT}{e}", "bf16", 33, 64, PROJ)
+
+    found = described(case_named("L1 Qwen3.5"), edit)
+    assert [(p.code, p.where) for p in found.problems] == [("layer-twice", f"{AT}down_proj and 1 more")]
+    assert "layer-twice" not in NOT_UNDERSTOOD
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 192, 64), (EXPERTS, 0, 64)])
+@pytest.mark.parametrize("which", ["gate_up_proj", "down_proj", "_proj"])
+def test_a_stack_without_elements_is_damage(which: str, shape: tuple[int, ...]) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors.update({n: (dtype, shape) for n, (dtype, _) in tensors.items() if n.endswith(which)})
+
+    found = described(case_named("L1 Qwen3.5"), edit)
+    assert codes(found) == ["tensor-empty"]
+    assert {p.message for p in found.problems} == {f"BF16 {list(shape)} has no elements"}
 
 
 def test_the_number_of_experts_is_compared_with_the_config() -> None:

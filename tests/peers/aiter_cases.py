@@ -11,6 +11,8 @@ CLASSES = {
     "DeepSeek-V4": "models/deepseek_v4/amd/model.py:DeepseekV4ForCausalLM",
     "DeepSeek-V4 (vision)": "models/deepseek_v4/amd/model.py:DeepseekV4ForCausalLM",  # the text model inside configures again
     "DeepSeek-V4.1": "models/deepseek_v41/amd/vl_model.py:DeepseekV41ForCausalLM",
+    "Kimi-K2.5": "model_executor/models/deepseek_v2.py:DeepseekV2ForCausalLM",  # likewise
+    "Kimi-VL": "model_executor/models/deepseek_v2.py:DeepseekV2ForCausalLM",
     "DeepSeek-V3": "model_executor/models/deepseek_v2.py:DeepseekV3ForCausalLM",
     "GLM-4-MoE": "model_executor/models/glm4_moe.py:Glm4MoeForCausalLM",
     "GLM-5-Next": "models/glm5next/common/model.py:Glm5NextForCausalLM",

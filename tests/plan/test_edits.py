@@ -421,6 +421,10 @@ def test_a_default_of_some_loaders_is_noted(model_type: str, n_shared: int, left
         ("intermediate_size", WIDTH, True),
         ("shared_intermediate_size", 2 * WIDTH, True),
         ("shared_intermediate_size", 3 * WIDTH, False),
+        ("ffn_hidden_size", WIDTH, True),
+        ("moe_ffn_hidden_size", WIDTH, True),
+        ("intermediate_size_mlp", WIDTH, True),
+        ("moe_inter_dim", 2 * WIDTH, True),
     ],
 )
 def test_a_key_that_keeps_the_old_width_is_noted(key: str, value: int, noted: bool) -> None:

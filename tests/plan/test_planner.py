@@ -67,6 +67,21 @@ def test_a_gated_shared_expert_does_not_fuse() -> None:
     assert [p.code for p in error.problems] == ["not-fusable", "shared-gated"]
 
 
+@pytest.mark.parametrize("target", ["vllm-0.33", "sglang-0.5.23"])
+def test_a_server_without_a_path_for_the_model_blames_no_format(target: str) -> None:
+    """Its kernel would not take these formats either; inspect names the model alone."""
+    plain = {
+        n: t
+        for i in range(2)
+        for m in ("experts.0", "shared_experts")
+        for n, t in expert(f"{MLP.format(i)}.{m}", "bf16", WIDTH, HIDDEN, PROJ).items()
+    }
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, **COUNT, "n_routed_experts": 1, "hidden_size": HIDDEN}
+    with pytest.raises(NotConvertible) as e:
+        make_plan(describe_source(checkpoint(config, plain)), Options(find_target(target)))
+    assert [p.code for p in e.value.problems] == ["not-fusable", "model-unsupported"]
+
+
 def test_latent_experts_do_not_fuse() -> None:
     config = {"num_experts": 2, "num_shared_experts": 1, "moe_intermediate_size": WIDTH}
     tensors = tensors_of(SPARSE, W, latent=256)

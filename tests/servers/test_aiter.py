@@ -378,6 +378,18 @@ def test_a_whole_model_is_all_or_nothing() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("kimi_k25", "KimiK25ForConditionalGeneration"), ("kimi_vl", "KimiVLForConditionalGeneration")]
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_kimi_with_a_vision_tower_runs_deepseeks_text_model(model_type: str, name: str, named: bool) -> None:
+    text = {"model_type": "deepseek_v3", "n_shared_experts": 1, "num_hidden_layers": 2}
+    config = {"model_type": model_type, "text_config": text, **({"architectures": [name]} if named else {})}
+    family = find_aiter_family(config)
+    assert family
+    assert (name in family.architectures, family.block) == (True, "language_model.model.layers.{index}.mlp")
+
+
 def test_families_are_found_by_class_then_by_type() -> None:
     names = [name for family in AITER_FAMILIES for name in family.architectures]
     types = [name for family in AITER_FAMILIES for name in family.model_types]

@@ -104,6 +104,12 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
         "scales-expected",
         ALL_SLOTS | dict.fromkeys([*AITER[1:4], *MEGA], "xxx"),
     ),
+    (
+        "BF16 experts of an AWQ config",
+        Model(routed="bf16", shared="bf16", config={"quantization_config": {"quant_method": "awq", "bits": 4}}),
+        "scales-expected",
+        ALL_SLOTS,
+    ),
     ("FP8 experts of an FP8 config", fp8("fp8-128-f32-scale"), "scales-expected", {}),
     ("FP8 experts with E8M0 scales", fp8("fp8-128"), "fp8-e8m0-scales", dict.fromkeys(EVERY, "xxx")),
     ("FP8 experts with E8M0 scales as bytes", fp8("fp8-32-u8"), "fp8-e8m0-scales", dict.fromkeys(EVERY, "xxx")),

@@ -116,6 +116,21 @@ AITER_FAMILIES: tuple[AiterFamily, ...] = (
         names_since="0.31",
     ),
     AiterFamily(
+        name="Kimi-K2.5",
+        source="model_executor/models/kimi_k25.py:311-320, 376-381: builds DeepseekV2ForCausalLM, 0.29:370-376 alike",
+        architectures=("KimiK25ForConditionalGeneration",),
+        model_types=("kimi_k25",),
+        block="language_model.model.layers.{index}.mlp",
+        renames=Renames(prefixes=(("language_model.layers.", "language_model.model.layers."),)),
+    ),
+    AiterFamily(
+        name="Kimi-VL",
+        source="model_executor/models/kimi_vl.py:336-341: builds DeepseekV2ForCausalLM, 0.29:340-345 alike",
+        architectures=("KimiVLForConditionalGeneration",),
+        model_types=("kimi_vl",),
+        block="language_model.model.layers.{index}.mlp",
+    ),
+    AiterFamily(
         name="DeepSeek-V3",
         source="model_executor/models/deepseek_v2.py, models/deepseek_v32/amd",
         architectures=(

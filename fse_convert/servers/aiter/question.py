@@ -111,7 +111,7 @@ def judge_layer(question: AiterQuestion, layer: LayerDescription) -> Verdict:
     vLLM's messages name the layer; a reason is the same in every layer, so its number is left out.
     """
     if layer.layer.shared is None:
-        return NO_SHARED_EXPERT
+        return not_understood(layer.problems) if layer.problems else NO_SHARED_EXPERT
     if question.heterogeneous and layer.layer.kind is LayerKind.DECODER:
         return FUSED
     judge_kind = judge_mtp_layer if layer.layer.kind is LayerKind.MTP else judge_decoder_layer

@@ -88,7 +88,12 @@ def test_nested_or_flat_in_any_order_the_answer_is_the_same(release: Release, ch
     assert len(answers) == 1
     conflicts = {code for *_, codes in answers for code in codes}
     numbered_on = release.mtp == release.decoder.format(LAYERS)  # then that layer's own tensors say that it is no decoder layer
-    each = release.config.keys() & {"hybrid_override_pattern", "moe_layer_freq", "mlp_layer_types"}  # an entry per layer
+    each = release.config.keys() & {
+        "hybrid_override_pattern",
+        "moe_layer_freq",
+        "mlp_layer_types",
+        "num_shared_expert",
+    }  # an entry per layer
     assert bool(conflicts) is (bool(wrong) and (change != "wrong depth" or numbered_on or bool(each)))
 
 
