@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
 
-from fse_convert.checkpoint.followed_links import linked_folders
+from fse_convert.checkpoint.followed_paths import linked_folders
 from fse_convert.checkpoint.left_out import Kind, find_clutter
 from fse_convert.checkpoint.names import check_spelling
 from fse_convert.errors import EnvironmentFailure, InvalidCheckpoint, Problem, naming, some

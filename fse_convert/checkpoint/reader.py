@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from fse_convert.checkpoint.folder import Folder, LocalFolder
-from fse_convert.checkpoint.followed_links import link_notes, unsafe_shards
+from fse_convert.checkpoint.followed_paths import link_notes, unsafe_shards
 from fse_convert.checkpoint.header import LENGTH_BYTES, LFS_HINT, LFS_POINTER, Header, TensorInfo, header_length, parse_header
 from fse_convert.checkpoint.left_out import ADAPTERS, INDEXES, OTHER_FORMATS, SLICE, Kind, beside, notes
 from fse_convert.checkpoint.names import CONFIG, INDEX, MANIFEST, QUANT_CONFIG, SIDECAR, SUFFIX, natural_key

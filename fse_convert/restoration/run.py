@@ -20,7 +20,7 @@ from msgspec import UNSET
 from fse_convert.checkpoint.editable_files import is_editable
 from fse_convert.checkpoint.encoding import sha256
 from fse_convert.checkpoint.folder import LocalFolder, Stamp
-from fse_convert.checkpoint.followed_links import is_own, leads_out
+from fse_convert.checkpoint.followed_paths import is_own, leads_out
 from fse_convert.checkpoint.header import BITS, LENGTH_BYTES, TensorInfo, parse_header
 from fse_convert.checkpoint.names import CONFIG, INDEX, SIDECAR
 from fse_convert.checkpoint.reader import Shard, read_checkpoint
