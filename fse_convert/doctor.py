@@ -93,7 +93,7 @@ def _gpu() -> tuple[Finding, bool]:
         with limits():
             import torch
 
-            from fse_convert.verification.kernel import describe_device
+            from fse_convert.verification.gpu_kernel import describe_device
     except EnvironmentFailure as e:
         return Finding("GPU", None, f"not known: {e}"), False
     name, capability, trouble = describe_device()

@@ -48,7 +48,7 @@ FLOATS = {
     "layout.to_mxfp4",
     "conversion.recoding",
     "conversion.writer",
-    "restoration.formats",
+    "restoration.recipes",
     "serving.sglang.modules",
     "verification",
     "testing",

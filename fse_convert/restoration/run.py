@@ -32,8 +32,8 @@ from fse_convert.output.lock import staging_lost
 from fse_convert.output.overwrite import check_output
 from fse_convert.output.staging import Staging, reading, stage
 from fse_convert.progress import Event, Observer, Phase, Work
-from fse_convert.restoration.formats import Recipe, recipes, restored
-from fse_convert.restoration.tensors import Bytes, TensorFile, unlike
+from fse_convert.restoration.reading import Bytes, TensorFile, unlike
+from fse_convert.restoration.recipes import Recipe, recipes, restored
 from fse_convert.sidecar.manifest import damaged_manifest, read_manifest, stretches
 from fse_convert.sidecar.originals import config_candidates, header_candidates, index_candidates, pick
 from fse_convert.sidecar.reader import read_shards

@@ -18,8 +18,8 @@ from fse_convert.model.description import LayerDescription
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.quantization import SCHEME
 from fse_convert.servers.aiter.patterns import quark_layer_config
+from fse_convert.servers.aiter.quant_compatible import EXPERT_DTYPES, AiterQuestion
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
-from fse_convert.servers.aiter.rules import EXPERT_DTYPES, AiterQuestion
 from fse_convert.servers.aiter.vllm_config import VllmQuantKind
 from fse_convert.servers.drafters import DRAFTERS, Drafter
 from fse_convert.servers.left_out import LeftOut, sglang_left_out, vllm_left_out

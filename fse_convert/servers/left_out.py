@@ -8,8 +8,8 @@ from typing import Any
 from fse_convert.model.moe import LayerKind, MoELayer
 from fse_convert.model.quantization import READ_BY
 from fse_convert.servers.aiter.patterns import VerdictError, fp8_skipped
+from fse_convert.servers.aiter.quant_compatible import PROJECTIONS, AiterQuestion
 from fse_convert.servers.aiter.question import AiterTarget, ask_aiter, drafter
-from fse_convert.servers.aiter.rules import PROJECTIONS, AiterQuestion
 from fse_convert.servers.aiter.vllm_config import RELEASES
 from fse_convert.servers.subject import Subject
 

@@ -8,8 +8,8 @@ from fse_convert.model.description import ExpertGroup, LayerDescription
 from fse_convert.model.formats import StorageKind
 from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import FP8_METHODS
+from fse_convert.servers.aiter.quant_compatible import AiterQuestion
 from fse_convert.servers.aiter.question import AiterTarget
-from fse_convert.servers.aiter.rules import AiterQuestion
 from fse_convert.servers.slots import SlotTarget
 from fse_convert.servers.subject import Subject
 from fse_convert.servers.targets import Target

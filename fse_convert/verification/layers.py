@@ -19,7 +19,7 @@ from fse_convert.torch_threads import one_torch_thread
 from fse_convert.verification.expected import ExpectedOutput, RecodedExpert, swiglu_limit
 from fse_convert.verification.experts import CPU, BothSides
 from fse_convert.verification.findings import KERNEL_RAISED, NO_KERNEL, NO_LAYERS, SEED, TOKENS, LayerCoverage
-from fse_convert.verification.kernel import KernelProbe, KernelResult, check_kernel, probe
+from fse_convert.verification.gpu_kernel import KernelProbe, KernelResult, check_kernel, probe
 from fse_convert.verification.loss import ExpertLoss, measure_expert
 from fse_convert.verification.numerics import NumericsResult, check_numerics, sample_hidden_states
 from fse_convert.verification.sample import Sample, choose

@@ -15,7 +15,7 @@ def computed_work(level: Level, layers: int, recoded: int) -> list[Work]:
     if level.rank >= Level.NUMERICS.rank:
         found.append(Work(Phase.NUMERICS, "layer", layers + recoded))
     if level is Level.KERNEL:
-        from fse_convert.verification.kernel import probe
+        from fse_convert.verification.gpu_kernel import probe
 
         found += [Work(Phase.KERNEL, "layer", layers)] if probe().status != "unavailable" else []
     return found

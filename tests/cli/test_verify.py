@@ -19,7 +19,7 @@ from fse_convert.layout import megamoe
 from fse_convert.testing.patch import flip
 from fse_convert.verification import kernel, layers, storage
 from fse_convert.verification.findings import BOUND
-from fse_convert.verification.kernel import KernelProbe, KernelResult
+from fse_convert.verification.gpu_kernel import KernelProbe, KernelResult
 
 Make = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fse_convert.checkpoint.folder import LocalFolder
-from fse_convert.restoration import tensors as reading
+from fse_convert.restoration import reading
 from fse_convert.sidecar.manifest import read_manifest
 from fse_convert.testing.patch import edit_index, edit_manifest, flip, read_shard, write_shard
 

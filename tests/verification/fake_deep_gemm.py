@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fse_convert.layout import megamoe
 from fse_convert.verification.addresses import KernelLayout
-from fse_convert.verification.kernel import KernelResult, check_kernel
+from fse_convert.verification.gpu_kernel import KernelResult, check_kernel
 from fse_convert.verification.numerics import sample_hidden_states
 from tests.verification.source_layout import SourceLayout
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fse_convert.verification import kernel as level3
-from fse_convert.verification.kernel import probe
+from fse_convert.verification import gpu_kernel as level3
+from fse_convert.verification.gpu_kernel import probe
 from tests.verification.fake_deep_gemm import SM90, SM100, FakeDeepGemm, check
 
 

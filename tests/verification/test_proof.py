@@ -16,7 +16,7 @@ from fse_convert.progress import Event, Phase, Work
 from fse_convert.servers.targets import find_target
 from fse_convert.verification import layers
 from fse_convert.verification.findings import Level
-from fse_convert.verification.kernel import KernelResult, probe
+from fse_convert.verification.gpu_kernel import KernelResult, probe
 from fse_convert.verification.proof import Check, verify
 from fse_convert.verification.sample import Sample
 
@@ -64,7 +64,7 @@ def test_files_that_the_hub_added_are_not_waited_for(root: Path, out: Path) -> N
 
 def test_a_kernel_that_is_there_counts(root: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = replace(probe(), status="ready")
-    monkeypatch.setattr("fse_convert.verification.kernel.probe", lambda: ready)
+    monkeypatch.setattr("fse_convert.verification.gpu_kernel.probe", lambda: ready)
     monkeypatch.setattr(layers, "probe", lambda: ready)
     monkeypatch.setattr(layers, "check_kernel", lambda *_args, **_more: KernelResult("passed", "", {}))
     check = Check(out, root, Level.KERNEL)

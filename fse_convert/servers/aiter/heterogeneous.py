@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fse_convert.servers.aiter.rules import AiterQuestion
+from fse_convert.servers.aiter.quant_compatible import AiterQuestion
 
 MODEL: Mapping[str, object] = {
     "n_routed_experts": 384,

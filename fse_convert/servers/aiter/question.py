@@ -26,7 +26,7 @@ from fse_convert.model.quantization import Quantization
 from fse_convert.servers.aiter.families import find_aiter_family
 from fse_convert.servers.aiter.heterogeneous import objections
 from fse_convert.servers.aiter.patterns import VerdictError
-from fse_convert.servers.aiter.rules import AiterQuestion, AiterRules
+from fse_convert.servers.aiter.quant_compatible import AiterQuestion, AiterRules
 from fse_convert.servers.aiter.vllm_config import NEWEST, RELEASES, VllmQuantKind, VllmRelease, build_vllm_quant
 from fse_convert.servers.release_names import is_since
 from fse_convert.servers.subject import vllm_class_names

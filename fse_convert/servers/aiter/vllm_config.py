@@ -1,7 +1,7 @@
 """The quantisation object that vLLM builds from a checkpoint's configs on ROCm, reduced to what decides fusion.
 
 Read in the wheels of vLLM 0.29 to 0.33; what differs between them are columns of `RELEASES`. Module names stay as the
-config spells them: a model's own renaming is applied where names are matched (`fse_convert.servers.aiter.rules`). For classes
+config spells them: a model's own renaming is applied where names are matched (`aiter/quant_compatible.py`). For classes
 that no fusion rule knows, only the name is worked out, not whether vLLM could build them.
 
 To add a release, add a row to `RELEASES`.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fse_convert.layout import ue8m0
 from fse_convert.model.moe import Role
-from fse_convert.verification import kernel as level3
-from fse_convert.verification.kernel import check_kernel, probe, shared_scale_rows
+from fse_convert.verification import gpu_kernel as level3
+from fse_convert.verification.gpu_kernel import check_kernel, probe, shared_scale_rows
 from fse_convert.verification.numerics import sample_hidden_states
 from tests.layout import tensors
 from tests.verification.fake_deep_gemm import SM100, FakeDeepGemm, check

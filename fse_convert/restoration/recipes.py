@@ -10,7 +10,7 @@ from fse_convert.checkpoint.header import E8M0_DTYPES, Header, TensorInfo
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import InvalidCheckpoint, Problem
 from fse_convert.layout.sizes import GROUP, ceil_div
-from fse_convert.restoration.tensors import CHUNK, Bytes, TensorFile, unlike, without_padding
+from fse_convert.restoration.reading import CHUNK, Bytes, TensorFile, unlike, without_padding
 from fse_convert.sidecar.tensors import original_name
 
 if TYPE_CHECKING:

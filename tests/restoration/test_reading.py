@@ -17,9 +17,9 @@ from fse_convert.checkpoint.header import BITS, Header
 from fse_convert.checkpoint.reader import Shard
 from fse_convert.errors import FseConvertError, VerificationFailure
 from fse_convert.progress import Event, ignore
-from fse_convert.restoration import tensors as reading
-from fse_convert.restoration.formats import recipes, restored
-from fse_convert.restoration.tensors import TensorFile, without_padding
+from fse_convert.restoration import reading
+from fse_convert.restoration.reading import TensorFile, without_padding
+from fse_convert.restoration.recipes import recipes, restored
 from fse_convert.sidecar.manifest import stretches
 from fse_convert.sidecar.reader import read_shards
 

@@ -16,7 +16,7 @@ from fse_convert.checkpoint.folder import LocalFolder
 from fse_convert.checkpoint.reader import read_checkpoint
 from fse_convert.output.copying import Link
 from fse_convert.progress import Event
-from fse_convert.restoration import formats
+from fse_convert.restoration import recipes as formats
 from fse_convert.restoration.run import Restoration
 from fse_convert.sidecar.manifest import read_manifest
 from fse_convert.testing.patch import ShardPatch, edit_manifest, find, flip, poke, read_shard, retype, write_shard
