@@ -51,12 +51,12 @@ def test_its_commands_stand_in_the_order_in_which_they_are_used(converted: Make,
     ]  # fmt: skip
 
 
-def test_a_revision_of_the_output_is_uploaded_and_downloaded(converted: Make, run: Run) -> None:
+def test_a_revision_of_the_output_is_downloaded_and_no_target_of_the_upload(converted: Make, run: Run) -> None:
     out = converted("vllm-0.30")
     _, section, err = run("card", out, "--repo", "me/V4.1-fse@v2")
     assert "\n$ hf download me/V4.1-fse --revision v2 --local-dir V4.1-fse\n" in section
     assert "\n$ fse-convert verify V4.1-fse\n" in section
-    assert err.splitlines()[2] == f"  hf upload me/V4.1-fse {out} --revision v2"
+    assert err.splitlines()[2] == f"  hf upload me/V4.1-fse {out}"
 
 
 def test_quietly_it_prints_the_section_alone(converted: Make, run: Run) -> None:
