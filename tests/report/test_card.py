@@ -117,6 +117,28 @@ def test_formats_that_changed_for_a_server_without_a_kernel_layout(output: Make,
     assert "\n$ VLLM_ROCM_USE_AITER=1 " in section
 
 
+@pytest.mark.parametrize(
+    ("model_type", "needs", "size"),
+    [
+        ("glm5_next", "gfx950, tensor parallel size 4 or 8, data and prefill-context parallel size 1, ", 8),
+        ("minimax_m3", "", 0),
+    ],
+)
+def test_what_a_fusion_needs_of_the_machine_is_said_and_in_the_command(
+    model_type: str, needs: str, size: int, output: Make, run: Run
+) -> None:
+    def change(value: dict[str, Any]) -> None:
+        arguments = {**value["arguments"], "target": "vllm-0.33-aiter"}
+        model = {**value["model"], "model_type": model_type}
+        value.update(format_version=2, contract=None, layout=None, changes=[], arguments=arguments, server=None, model=model)
+
+    out = output("megamoe-128")
+    edit_manifest(out, change)
+    section = run("card", out)[1]
+    assert f"FUSION_SHARED_EXPERTS=1, {needs}expert parallelism must be off.\n" in section
+    assert f"FUSION_SHARED_EXPERTS=1 vllm serve out{f' --tensor-parallel-size {size}' if size else ''}\n" in section
+
+
 @pytest.mark.parametrize("option", ["--base", "--repo"])
 def test_names_that_are_not_the_hubs(option: str, converted: Make, run: Run) -> None:
     code, _, err = run("card", converted("vllm-0.30"), option, "[x](y)/z/w")
