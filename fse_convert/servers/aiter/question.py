@@ -187,7 +187,8 @@ def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts:
     if question.passed_over:
         message = f"the heterogeneous kernel is not taken: {'; '.join(question.passed_over)}"
         return (Reason("aiter-heterogeneous", message, hint="the server goes on as without it"),)
-    if question.conditions and any(v.fused for v in verdicts):
+    decoder = [v.fused for d, v in zip(layers, verdicts, strict=True) if d.layer.kind is LayerKind.DECODER]
+    if question.conditions and decoder and all(decoder):
         message = f"vLLM fuses {question.family.name} only under these conditions: {', '.join(question.conditions)}"
         return (Reason("aiter-conditions", message),)
     fused = (d.shared for d, v in zip(layers, verdicts, strict=True) if v.fused and d.shared)
