@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fse_convert.errors import Problem
+from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
@@ -21,6 +22,7 @@ TOPICS = {Question.NATIVE: "NVIDIA MegaMoE", Question.AITER: "AMD AITER", Questi
 """How each question's sentence begins."""
 NO_PATH = frozenset({"model-unsupported", "aiter-family-unsupported"})
 """Reasons that say nothing about a checkpoint beyond its model type."""
+V41_TYPES = ("deepseek_v41", "deepseek_v41_text")
 NOTHING_TO_FUSE = "No layer has a shared expert: there is nothing to fuse."
 Decider = Callable[[Options], Decision | None]
 """What a conversion with some options would decide; None where it would refuse."""
@@ -56,6 +58,12 @@ class Advice:
     gain: Gain | None = None
     fuses: tuple[Target, ...] = ()
     runs: tuple[Target, ...] = ()
+
+
+def told_family(description: Description) -> str:
+    """Name a model's family for people, DeepSeek-V4.1 apart from V4, whose row it shares; empty where no row knows it."""
+    name = description.family_name
+    return name and f"{name}{'.1' if description.model_type in V41_TYPES else ''}"
 
 
 REQUANTISED = frozenset({"slot-requantised", "aiter-requantised"})
