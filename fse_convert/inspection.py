@@ -17,7 +17,7 @@ from fse_convert.exit_codes import ExitCode, of_inspection
 from fse_convert.model.config_against_tensors import LOAD_CONFLICTS, UNFIT
 from fse_convert.model.description import NOT_UNDERSTOOD, Description
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import Advice, Decider, advise
+from fse_convert.plan.advice import Advice, Decider, advise, size_notes
 from fse_convert.plan.costs import Costs, Serving, costs
 from fse_convert.plan.decide import decider
 from fse_convert.plan.offers import Offers, make_offers
@@ -121,7 +121,7 @@ def inspect(
         broken,
         unsupported,
         conflicts,
-        (*checkpoint.notes, *left_out, *_kept_scales(source.scales)),
+        (*checkpoint.notes, *left_out, *size_notes(asked, serving.tp), *_kept_scales(source.scales)),
         reading.converted,
         Offers() if broken or reading.converted else make_offers(asked, source, serving.tp),
         None if broken else ranks(about, decide, serving.tp, folder.label),

@@ -40,6 +40,5 @@ def card(out: Path, repo: str, base: str, log: Log) -> None:
         manifest = read_manifest(LocalFolder(out))
     click.echo(section(manifest, out, repo, base), nl=False)
     if repo:
-        name, _, revision = repo.partition("@")
-        upload = ["hf", "upload", name, str(out), *(["--revision", revision] if revision else [])]
+        upload = ["hf", "upload", repo.partition("@")[0], str(out)]  # never to a revision: a tag or a commit cannot be written to
         log.done(shlex.join(["fse-convert", "verify", str(out)]), shlex.join(upload))

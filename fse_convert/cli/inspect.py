@@ -112,7 +112,7 @@ def _print(view: View, format_name: str) -> None:
     elif format_name == "junit":
         from fse_convert.report.inspection.pages import junit
 
-        click.echo(junit(view.title, view.found.problems, view.required))
+        click.echo(junit(view.title, view.found.problems, view.required, view.remarks))
     else:
         from fse_convert.report.inspection.pages import annotation, markdown
 

@@ -27,6 +27,7 @@ from fse_convert.output.parts import Job, Part
 from fse_convert.output.resume import fingerprint_of, finished_sizes
 from fse_convert.output.staging import Staging, check_staged, reading, stage
 from fse_convert.output.workers import run_jobs
+from fse_convert.plan.advice import told_family
 from fse_convert.plan.manifest import arguments_record, draft_manifest
 from fse_convert.plan.notes import notes, refusal
 from fse_convert.plan.plan import Options, Plan
@@ -110,7 +111,7 @@ class Conversion:
         plan, decision, checkpoint = self.plan, self.plan.decision, self.plan.source.checkpoint
         rewritten = sum(not s.carried for s in plan.shards)
         logger.info(
-            f"planned: {plan.source.description.family_name or 'no known family'}, {len(checkpoint.tensors)} tensors in "
+            f"planned: {told_family(plan.source.description) or 'no known family'}, {len(checkpoint.tensors)} tensors in "
             f"{len(plan.shards)} shards, {rewritten} of them rewritten, width {decision.source_width} -> {decision.width}, "
             f"{decision.fused_layers} of {len(decision.verdicts)} layers fit {plan.options.goal}"
         )

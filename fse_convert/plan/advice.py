@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fse_convert.errors import Problem
+from fse_convert.model.description import Description
 from fse_convert.model.moe import LayerKind
 from fse_convert.plan.commands import conversion_command
 from fse_convert.plan.plan import Decision, Options
+from fse_convert.servers.commands import tensor_parallel_sizes
 from fse_convert.servers.judge import Answer, Question
 from fse_convert.servers.load_padding import needed_contract
 from fse_convert.servers.release_names import Named, server_of
@@ -19,6 +22,7 @@ TOPICS = {Question.NATIVE: "NVIDIA MegaMoE", Question.AITER: "AMD AITER", Questi
 """How each question's sentence begins."""
 NO_PATH = frozenset({"model-unsupported", "aiter-family-unsupported"})
 """Reasons that say nothing about a checkpoint beyond its model type."""
+V41_TYPES = ("deepseek_v41", "deepseek_v41_text")
 NOTHING_TO_FUSE = "No layer has a shared expert: there is nothing to fuse."
 Decider = Callable[[Options], Decision | None]
 """What a conversion with some options would decide; None where it would refuse."""
@@ -54,6 +58,12 @@ class Advice:
     gain: Gain | None = None
     fuses: tuple[Target, ...] = ()
     runs: tuple[Target, ...] = ()
+
+
+def told_family(description: Description) -> str:
+    """Name a model's family for people, DeepSeek-V4.1 apart from V4, whose row it shares; empty where no row knows it."""
+    name = description.family_name
+    return name and f"{name}{'.1' if description.model_type in V41_TYPES else ''}"
 
 
 REQUANTISED = frozenset({"slot-requantised", "aiter-requantised"})
@@ -115,6 +125,15 @@ def said_of(rows: Sequence[Answer], decoder: Sequence[int]) -> str:
         with_it = " with the drafter" if all(a in partly for a in unsafe) else ""
         said.append(f"{releases(unsafe, rows)} would fail to load it{with_it} or compute wrong numbers{hints}.")
     return " ".join(said)
+
+
+def size_notes(answers: Sequence[Answer], tp: int) -> Iterator[Problem]:
+    """Note which servers do not fuse at a tensor-parallel size, though they do at others; size 1 is that of nobody who asks."""
+    for sizes in dict.fromkeys(tensor_parallel_sizes(a.started_with) for a in answers if a.fused):
+        if sizes and tp > 1 and tp not in sizes:
+            fused = [a for a in answers if a.fused and tensor_parallel_sizes(a.started_with) == sizes]
+            fuse = f"{releases(fused, answers)} fuse{'s' if len(fused) == 1 else ''} this model"
+            yield Problem("tp-unfused", f"{fuse} at tensor-parallel size {' or '.join(map(str, sizes))} only, not at {tp}", "--tp")
 
 
 def way_out(hints: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fse_convert.errors import Problem, size
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import NO_PATH, TOPICS, releases, said_of
+from fse_convert.plan.advice import NO_PATH, TOPICS, releases, said_of, size_notes
 from fse_convert.plan.changes.search import Unfused, left_unfused
 from fse_convert.plan.commands import inspection_command
 from fse_convert.plan.costs import Serving, padding, uneven
@@ -28,7 +28,7 @@ def notes(plan: Plan) -> list[Problem]:
     own = (_needless(plan), _fuses_nothing(plan), _beside(plan), _nothing_to_pad(plan), refusal(plan), _drafter(plan),
            _served(plan))  # fmt: skip
     found = [n for n in own if n]
-    about = (*found, *_unused(plan), *_requantised(plan), *config_notes(plan), *_stale(plan))
+    about = (*found, *_unused(plan), *_of_server(plan), *config_notes(plan), *_stale(plan))
     return [*plan.source.checkpoint.notes, *plan.decision.after.description.conflicts, *about]
 
 
@@ -158,11 +158,12 @@ def _unused(plan: Plan) -> Iterator[Problem]:
         yield Problem("option-unused", message, "--drop-originals", "leave it out")
 
 
-def _requantised(plan: Plan) -> Iterator[Problem]:
-    """Note where the server that was named does not compute with the output's own values."""
+def _of_server(plan: Plan) -> Iterator[Problem]:
+    """Note what the server that was named needs, and where it does not compute with the output's own values."""
     target = plan.options.server
     if target and not isinstance(target, Target):
-        yield from answer(plan.decision.after.subject, target).notes
+        answered = answer(plan.decision.after.subject, target)
+        yield from (*answered.notes, *size_notes([answered], plan.options.tp))
 
 
 def _stale(plan: Plan) -> Iterator[Problem]:

@@ -11,6 +11,8 @@ from typing import Any
 from fse_convert.errors import counted
 from fse_convert.plan.plan import Experts
 from fse_convert.report.templates import template
+from fse_convert.servers.aiter.families import find_aiter_family
+from fse_convert.servers.aiter.question import AiterTarget
 from fse_convert.servers.commands import serve_command
 from fse_convert.servers.judge import ALL_TARGETS, AnyTarget
 from fse_convert.servers.slots import SlotTarget, slot_needs
@@ -52,8 +54,11 @@ def card(manifest: Manifest, folder: Path, repo: str = "", base: str = "") -> st
 
 
 def _target(manifest: Manifest) -> AnyTarget | None:
-    """Return the server that was converted for, or the contract, with the flags that it needs for this output."""
+    """Return the server that was converted for, or the contract, with the flags and conditions that it has for this output."""
     target = next((t for t in ALL_TARGETS if t.name == manifest.arguments.target), None)
+    if isinstance(target, AiterTarget) and not (target.mega_moe or target.heterogeneous):
+        family = find_aiter_family({"model_type": manifest.model.model_type})
+        return replace(target, conditions=family.needs if family else ())
     if not isinstance(target, SlotTarget):
         return target
     return replace(target, started_with=slot_needs(target, [layer.routed.format for layer in manifest.layers if layer.routed]))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fse_convert.errors import counted, printable, size
+from fse_convert.plan.advice import told_family
 from fse_convert.plan.commands import inspection_command
 from fse_convert.plan.plan import LayerVerdict, Plan
 from fse_convert.report.console import console, duration, grid, runs, say
@@ -43,7 +44,7 @@ def print_plan(plan: Plan, *, title: str) -> None:
 
 
 def _headline(plan: Plan, title: str) -> str:
-    family, decision = plan.source.description.family_name, plan.decision
+    family, decision = told_family(plan.source.description), plan.decision
     grows = decision.at_kernel != decision.at_source
     width = f"width {decision.growth}" if grows else f"width {decision.width}, nothing to pad"
     widths = "; ".join([width, *_format_changes(plan)])

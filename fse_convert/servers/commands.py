@@ -11,7 +11,7 @@ COMMANDS = {
     "vLLM ROCm": "vllm serve {}",
     "SGLang": "python -m sglang.launch_server --model-path {} --tp {}",
 }
-"""How a server is started, by its engine, on so many ranks; rows of vLLM on ROCm ask for different parallel sizes."""
+"""How a server is started, by its engine, on so many ranks; vLLM on ROCm only where its row or the model asks for a size."""
 NODE = 8
 """GPUs of the node that a command is for where nobody said on how many the model is served."""
 V41, V41_AS_TEXT = "deepseek_v41", "V4.1 as text: "
@@ -32,7 +32,16 @@ def serve_command(target: AnyTarget | Answer, place: str, model_type: str, *, fs
     parts = re.split(r"[,;] ", target.started_with)
     if model_type == V41:
         parts = [part.removeprefix(V41_AS_TEXT) for part in parts]
+    size, sizes = tp if tp > 1 else NODE, tensor_parallel_sizes(target.started_with)
+    size = max(sizes) if sizes and size not in sizes else size
+    ranks = [f"--tensor-parallel-size {size}"] if target.engine == "vLLM ROCm" and sizes and size > 1 else []
     variables = [part.replace("...", VARIABLES) for part in parts if re.fullmatch(r"[\w.]+=\S+", part)]
     load = ["--load-format fse"] if fse and target.engine == "vLLM" else []
     flags = [part for part in parts if part.startswith("--") and not part.endswith("*")]
-    return " ".join((*variables, COMMANDS[target.engine].format(place, tp if tp > 1 else NODE), *load, *flags))
+    return " ".join((*variables, COMMANDS[target.engine].format(place, size), *ranks, *load, *flags))
+
+
+def tensor_parallel_sizes(started_with: str) -> tuple[int, ...]:
+    """Return the tensor-parallel sizes that a server's flags and conditions allow; empty for any."""
+    asked = re.search(r"(?:^|, )(?:TP|tensor parallel size) (\d+(?: or \d+)*)", started_with)
+    return tuple(map(int, asked[1].split(" or "))) if asked else ()

@@ -8,7 +8,7 @@ fused shared experts on AMD (`fse_convert.servers.aiter`), and slots for shared 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from fse_convert.errors import Problem
@@ -148,7 +148,7 @@ def answer(checkpoint: Subject, target: AnyTarget) -> Answer:
     verdicts = tuple(_as_stated(checkpoint, target, v, question.family.activation) for v in judged)
     model = _model_with_unsafe_layers(judge_whole(layers, own), verdicts)
     model = _as_stated(checkpoint, target, model, question.family.activation)
-    needs = ", ".join((target.started_with, *question.conditions))
+    needs = replace(target, conditions=question.conditions).started_with
     return _put_together(target, verdicts, model, notes(question, layers, verdicts), needs)
 
 

@@ -41,7 +41,7 @@ def test_the_first_lines_answer_the_question(run: Run, v41: Path) -> None:
     code, out, err = run("inspect", v41, "-q")
     assert (code, err) == (ExitCode.OK, "")
     lines = out.splitlines()
-    assert lines[0].startswith("DeepSeek-V4 (deepseek_v41), ")
+    assert lines[0].startswith("DeepSeek-V4.1 (deepseek_v41), ")
     assert "layers.0..2.ffn (3)  2 x MXFP4, 2304 wide  shared: FP8 32x32 E8M0" in lines[1]
     assert "NVIDIA MegaMoE: vLLM >= 0.31 and SGLang >= 0.5.23 fuse this checkpoint as is." in lines[3:6]
     assert max(len(line) for line in lines if not line.startswith("  fse-convert ")) <= 100

@@ -51,12 +51,12 @@ def test_its_commands_stand_in_the_order_in_which_they_are_used(converted: Make,
     ]  # fmt: skip
 
 
-def test_a_revision_of_the_output_is_uploaded_and_downloaded(converted: Make, run: Run) -> None:
+def test_a_revision_of_the_output_is_downloaded_and_no_target_of_the_upload(converted: Make, run: Run) -> None:
     out = converted("vllm-0.30")
     _, section, err = run("card", out, "--repo", "me/V4.1-fse@v2")
     assert "\n$ hf download me/V4.1-fse --revision v2 --local-dir V4.1-fse\n" in section
     assert "\n$ fse-convert verify V4.1-fse\n" in section
-    assert err.splitlines()[2] == f"  hf upload me/V4.1-fse {out} --revision v2"
+    assert err.splitlines()[2] == f"  hf upload me/V4.1-fse {out}"
 
 
 def test_quietly_it_prints_the_section_alone(converted: Make, run: Run) -> None:
@@ -115,6 +115,28 @@ def test_formats_that_changed_for_a_server_without_a_kernel_layout(output: Make,
     assert exact + lossy in section
     assert "kernel's layout" not in section
     assert "\n$ VLLM_ROCM_USE_AITER=1 " in section
+
+
+@pytest.mark.parametrize(
+    ("model_type", "needs", "size"),
+    [
+        ("glm5_next", "gfx950, tensor parallel size 4 or 8, data and prefill-context parallel size 1, ", 8),
+        ("minimax_m3", "", 0),
+    ],
+)
+def test_what_a_fusion_needs_of_the_machine_is_said_and_in_the_command(
+    model_type: str, needs: str, size: int, output: Make, run: Run
+) -> None:
+    def change(value: dict[str, Any]) -> None:
+        arguments = {**value["arguments"], "target": "vllm-0.33-aiter"}
+        model = {**value["model"], "model_type": model_type}
+        value.update(format_version=2, contract=None, layout=None, changes=[], arguments=arguments, server=None, model=model)
+
+    out = output("megamoe-128")
+    edit_manifest(out, change)
+    section = run("card", out)[1]
+    assert f"FUSION_SHARED_EXPERTS=1, {needs}expert parallelism must be off.\n" in section
+    assert f"FUSION_SHARED_EXPERTS=1 vllm serve out{f' --tensor-parallel-size {size}' if size else ''}\n" in section
 
 
 @pytest.mark.parametrize("option", ["--base", "--repo"])

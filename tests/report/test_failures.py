@@ -33,6 +33,15 @@ def test_junit_has_a_case_for_every_required_target(made: Made, run: Run) -> Non
     assert "width-ratio: shared width 384 is no multiple of the routed width 512 -> " in str(failure.text)
 
 
+def test_junit_has_the_notes_of_the_checkpoint_and_of_targets_that_pass(made: Made, run: Run) -> None:
+    arguments = ("--without-drafter", "--require", "sglang-0.5.23-slots")
+    code, out, _ = run("inspect", made("v4-flash"), "--format", "junit", *arguments)
+    assert code == 0
+    found = {name: str(case.findtext("system-out")) for name, case in cases(out).items()}
+    assert "drafter-left-out: the drafter's layers are not judged" in found["checkpoint"]
+    assert "slot-requantised: " in found["sglang-0.5.23-slots"]
+
+
 def test_junit_of_a_broken_checkpoint(source: Made, run: Run) -> None:
     root = source()
     shard = min(root.glob("*.safetensors"))

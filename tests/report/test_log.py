@@ -37,7 +37,7 @@ def test_quiet_is_quiet_and_errors_are_not(made: Callable[..., Path], run: Run, 
 def test_verbose_tells_what_is_done_and_more_tells_more(made: Callable[..., Path], run: Run, tmp_path: Path) -> None:
     plain, once, twice = (run(made(), tmp_path / f"out{len(flag)}", *flag)[2] for flag in ([], ["-v"], ["-v", "-v"]))
     assert "info:" not in plain
-    assert "info: planned: DeepSeek-V4" in once
+    assert "info: planned: DeepSeek-V4.1, " in once
     assert "debug:" not in once
     assert "debug:" in twice
 
@@ -156,7 +156,7 @@ def on_terminal(command: list[str], columns: int, **env: str) -> str:
 @pytest.mark.parametrize("columns", [40, 100])
 def test_a_bar_on_a_terminal_fits_its_width(columns: int, made: Callable[..., Path], tmp_path: Path) -> None:
     shown = on_terminal([sys.executable, "-m", "fse_convert", str(made()), str(tmp_path / "out"), "--verify", "none"], columns)
-    assert "converted: DeepSeek-V4" in shown
+    assert "converted: DeepSeek-V4.1, " in shown
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", shown)]
     bars = [line for line in lines if line.startswith("write ") and "shards" in line]
     assert bars

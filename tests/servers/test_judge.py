@@ -47,6 +47,15 @@ def test_an_official_v4_fuses_natively_and_not_by_aiter() -> None:
     assert outcomes(rocm) == "uuu"
     assert [r.message for r in rocm.model.reasons] == ["DeepSeek-V4/V4.1 FSE is only implemented/tested with Quark MXFP4"]
     assert "expert parallelism must be off" in rocm.started_with
+    assert rocm.notes == ()
+
+
+def test_conditions_are_noted_where_the_decoder_layers_fuse_though_the_drafter_fails() -> None:
+    rocm = ask(Model(shared="bf16", routed="bf16").subject(), "vllm-0.33-aiter")
+    assert outcomes(rocm) == "ffu"
+    assert rocm.model.outcome is Outcome.UNSAFE
+    assert [n.code for n in rocm.notes] == ["aiter-conditions"]
+    assert "expert parallelism must be off" in rocm.notes[0].message
 
 
 def test_aiter_megamoe_fuses_an_official_v4_by_requantising_its_shared_experts() -> None:

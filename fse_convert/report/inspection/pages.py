@@ -34,9 +34,12 @@ def _argument(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def junit(label: str, problems: Sequence[Problem], required: Sequence[Row] = ()) -> str:
-    """Return a JUnit report: a case for the checkpoint ``label``, an error if it has problems, and one for each required target."""
-    text = template("inspection/junit.xml.j2").render(label=label, problems=problems, rows=required)
+def junit(label: str, problems: Sequence[Problem], required: Sequence[Row] = (), remarks: Sequence[Problem] = ()) -> str:
+    """Return a JUnit report: a case for the checkpoint ``label``, an error if it has problems, and one for each required target.
+
+    ``remarks`` on the checkpoint, and notes on a target that passes, are the output of their cases.
+    """
+    text = template("inspection/junit.xml.j2").render(label=label, problems=problems, rows=required, remarks=remarks)
     return NOT_XML.sub("?", text).rstrip("\n")
 
 

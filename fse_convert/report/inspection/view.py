@@ -12,7 +12,7 @@ from fse_convert.errors import Problem, counted, size
 from fse_convert.inspection import Inspection
 from fse_convert.model.description import Description, LayerDescription
 from fse_convert.model.moe import LayerKind
-from fse_convert.plan.advice import NO_PATH, TOPICS
+from fse_convert.plan.advice import NO_PATH, TOPICS, told_family
 from fse_convert.report.console import gathered, runs, span
 from fse_convert.report.inspection.costs import advised_cost, cost_rows, cost_words
 from fse_convert.servers.commands import serve_command
@@ -243,7 +243,7 @@ def told(problem: Problem) -> str:
 def headline(found: Inspection) -> str:
     """Say in a line what was inspected."""
     description, checkpoint, quantization = found.description, found.checkpoint, found.subject.quantization
-    family = description.family_name or "unknown family"
+    family = told_family(description) or "unknown family"
     parts = [
         f"{family} ({description.model_type or ('no model_type' if checkpoint.config else 'config.json could not be read')})",
         *(["converted by fse-convert"] if found.converted else []),

@@ -83,7 +83,7 @@ DEEPSEEK_V4 = AiterFamily(
         ),
     ),
     v4=True,
-    needs=(NO_EP, "data parallel size 1 (0.31 and later raise a ValueError otherwise)", "n_shared_experts 1"),
+    needs=(NO_EP, "data parallel size 1 (newer releases raise a ValueError otherwise)", "n_shared_experts 1"),
 )
 
 AITER_FAMILIES: tuple[AiterFamily, ...] = (

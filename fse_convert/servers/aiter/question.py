@@ -48,12 +48,16 @@ HETEROGENEOUS = "gfx950, TP 8, no EP, EPLB, DP or PCP, --moe-backend aiter, BF16
 
 @dataclass(frozen=True)
 class AiterTarget:
-    """A vLLM release on ROCm. ``mega_moe``: started with the backend AITER MegaMoE. ``heterogeneous``: on the hardware of FHMoE."""
+    """A vLLM release on ROCm. ``mega_moe``: started with the backend AITER MegaMoE. ``heterogeneous``: on the hardware of FHMoE.
+
+    ``conditions``: what the class of a model that was asked about needs beside flags and hardware.
+    """
 
     name: str
     rules: VllmRelease
     mega_moe: bool = False
     heterogeneous: bool = False
+    conditions: tuple[str, ...] = ()
     engine: str = "vLLM ROCm"
     source: str = "model_executor/layers/quantization/utils/config_utils.py (is_shared_expert_quant_fse_compatible)"
 
@@ -64,9 +68,9 @@ class AiterTarget:
 
     @property
     def started_with(self) -> str:
-        """Flags and hardware."""
-        more = MEGA_MOE if self.mega_moe else HETEROGENEOUS if self.heterogeneous else ""
-        return f"{SWITCHES}, {more}" if more else SWITCHES
+        """Flags, hardware and conditions."""
+        more = (MEGA_MOE,) if self.mega_moe else (HETEROGENEOUS,) if self.heterogeneous else ()
+        return ", ".join((SWITCHES, *more, *self.conditions))
 
 
 FHMOE_SOURCE = "models/deepseek_v4/amd/model.py (_heterogeneous_shared_expert_enabled)"
@@ -179,10 +183,14 @@ def judge(question: AiterQuestion, experts: str, shared: str) -> Verdict:
 
 
 def notes(question: AiterQuestion, layers: Sequence[LayerDescription], verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
-    """Say where loading changes numbers, shared experts requantised to MXFP4, and which path is not taken."""
+    """Say what a fusion needs beside flags, where loading requantises shared experts to MXFP4, and which path is not taken."""
     if question.passed_over:
         message = f"the heterogeneous kernel is not taken: {'; '.join(question.passed_over)}"
         return (Reason("aiter-heterogeneous", message, hint="the server goes on as without it"),)
+    decoder = [v.fused for d, v in zip(layers, verdicts, strict=True) if d.layer.kind is LayerKind.DECODER]
+    if question.conditions and decoder and all(decoder):
+        message = f"vLLM fuses {question.family.name} only under these conditions: {', '.join(question.conditions)}"
+        return (Reason("aiter-conditions", message),)
     fused = (d.shared for d, v in zip(layers, verdicts, strict=True) if v.fused and d.shared)
     changed = [shared for shared in fused if shared.gate.kind is not StorageKind.MXFP4]
     if not question.mega_moe or not changed:
