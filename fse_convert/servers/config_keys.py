@@ -62,6 +62,13 @@ BOTH = V4 | V41
 V2 = frozenset({"deepseek_v2"})
 DEEPSEEK = V2 | frozenset({"deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"})
 """Types of vLLM's DeepseekV2MoE."""
+FIRST_WITH_EXPERTS: Mapping[str, int | None] = {
+    **dict.fromkeys(("deepseek_v2", "kimi_vl"), 0),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa"), 3),
+    "glm4_moe": 1,
+    "glm4_moe_lite": None,
+}
+"""Types in which vLLM reads ``first_k_dense_replace`` alone, and what their classes take where it is absent (5.20.2, run)."""
 GROUPED = DEEPSEEK | {"glm4_moe", "glm4_moe_lite", "axk1"}
 """Types whose routers choose among groups of experts."""
 FLAT = V4 | GROUPED | {"qwen3_next", "qwen3_5_moe_text"}
@@ -87,6 +94,7 @@ ROUTERS = "model_executor/layers/fused_moe/router"
 NO_GROUPS = f"{ROUTERS}/router_factory.py, 0.29:145, 0.32:171: a ValueError for None"
 V31 = "0.31 models/deepseek_v4/nvidia/model.py:839"
 STRICT_V3 = "0.5.22 utils/hf_transformers/common.py (V4 as transformers 5.19 DeepseekV3Config), configs/deepseek_v41.py, run"
+FIRST = "0.33 model_executor/models/deepseek_v2.py:1295, glm4_moe_lite.py:170, 0.29:1283, 159: layer_idx >= first_k_dense_replace"
 SGLANG = "0.5.21 models/deepseek_v2.py:485, 627, 687; 0.5.23:519, 711, 775"
 
 RULES: tuple[KeyRule, ...] = (
@@ -129,6 +137,8 @@ RULES: tuple[KeyRule, ...] = (
     KeyRule("vLLM", DEEPSEEK, ("scoring_func",), SCORES, f"0.33 {ROUTERS}/grouped_topk_router.py:113-118"),
     KeyRule("vLLM", GROUPED, ("n_group", "topk_group"), SIZE, NO_GROUPS),
     KeyRule("vLLM", FLAT, ("num_experts_per_tok",), SIZE, "transformers 5.24 configuration_*.py; FusedMoE computes with it"),
+    KeyRule("vLLM", frozenset(FIRST_WITH_EXPERTS), ("first_k_dense_replace",), COUNT, FIRST),
+    KeyRule("vLLM", frozenset({"glm4_moe_lite"}), ("first_k_dense_replace",), COUNT, FIRST, stated=True),
     KeyRule("vLLM", V2, ("n_routed_experts", "num_experts_per_tok"), SIZE, "transformers 5.24 deepseek_v2: 64, None", stated=True),
 )  # fmt: skip
 

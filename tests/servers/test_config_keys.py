@@ -23,6 +23,7 @@ V3_CONFIG: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "quantization_config": FP8,
 }  # fmt: skip
 GLM_CONFIG = V3_CONFIG | {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
+GLM_LITE_CONFIG = V3_CONFIG | {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}
 V2_CONFIG = V3_CONFIG | {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
 BIAS: Tensors = {"layers.0.ffn.gate.bias": ("F32", (2,))}
 V3_BIAS: Tensors = {"model.layers.0.mlp.gate.e_score_correction_bias": ("F32", (2,))}
@@ -124,6 +125,9 @@ def test_each_value_in_each_release(model: Model, key: str, value: Any, beside: 
         (V3_CONFIG, "num_experts_per_tok", ABSENT, {}, ()),
         (V3_CONFIG, "text_config", {}, {}, AITER),
         (V2_CONFIG, "num_experts_per_tok", ABSENT, {}, AITER),
+        (V3_CONFIG, "first_k_dense_replace", None, {}, AITER),
+        (GLM_LITE_CONFIG, "first_k_dense_replace", ABSENT, {}, AITER),
+        (GLM_LITE_CONFIG, "n_group", ABSENT, {}, ()),
         (GLM_CONFIG, "n_group", None, {}, AITER),
         (GLM_CONFIG, "topk_method", ABSENT, V3_BIAS, ()),
         (GLM_CONFIG, "text_config", {}, {}, AITER),

@@ -487,3 +487,34 @@ def test_a_drafter_without_its_first_layer_is_short_however_many_there_are() -> 
     about = subject_of(model.full_config(), {n: t for n, t in model.tensors().items() if not n.startswith("mtp.0.")})
     assert "vllm-0.33" in unsafe(about, "drafter-short")
     assert [c.message for c in about.description.conflicts] == [f"{NEXTN} is 1, but no tensor is of MTP layer 0"]
+
+
+KEY, WORDS = "first_k_dense_replace", "mlp_layer_types"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "from_layer", "config", "fails"),
+    [
+        ("glm_moe_dsa", 1, {KEY: 3, WORDS: ["dense", "sparse", "sparse", "sparse"]}, True),
+        ("glm_moe_dsa", 1, {KEY: 1, WORDS: ["dense", "sparse", "sparse", "sparse"]}, False),
+        ("glm_moe_dsa", 1, {KEY: 0, WORDS: ["dense", "sparse", "sparse", "sparse"]}, True),
+        ("glm_moe_dsa", 1, {}, True),
+        ("glm_moe_dsa", 3, {}, False),
+        ("deepseek_v3", 1, {}, True),
+        ("deepseek_v3", 3, {}, False),
+        ("glm4_moe", 3, {WORDS: ["dense", "dense", "dense", "sparse"]}, True),
+        ("glm4_moe", 1, {}, False),
+    ],
+)
+def test_vllm_reads_no_list_of_the_layers_with_experts(
+    model_type: str, from_layer: int, config: dict[str, Any], *, fails: bool
+) -> None:
+    tensors: Tensors = {}
+    for i in range(from_layer, 4):
+        for module in ("experts.0", "experts.1", "shared_experts"):
+            tensors |= expert(f"model.layers.{i}.mlp.{module}", "fp8-128", 256, 512, PROJ)
+    model = numbered_on(model_type, (), {"num_hidden_layers": 4, NEXTN: 0, KEY: None}).config
+    about = subject_of({k: v for k, v in {**model, **config}.items() if v is not None}, tensors)
+    assert about.description.conflicts == about.description.gaps == ()
+    assert unsafe(about, "dense-layers-differ") == (dict.fromkeys(AITER, "x" * (4 - from_layer)) if fails else {})
+    assert set(AITER) <= {name for name, answer in answers(about).items() if answer.fused or fails}
