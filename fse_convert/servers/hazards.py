@@ -18,6 +18,7 @@ from fse_convert.model.config_against_tensors import expected_layers
 from fse_convert.model.description import LayerDescription
 from fse_convert.model.families.family import DENSE_PREFIX
 from fse_convert.model.formats import StorageKind
+from fse_convert.model.hash_layers import V4, built_hash_layers
 from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import SCHEME
 from fse_convert.servers.aiter.patterns import quark_layer_config
@@ -165,6 +166,15 @@ def _others_have_experts(s: Situation) -> bool:
     return built is not None and built != {layer.index for layer in decoder}
 
 
+def _others_route_by_tables(s: Situation) -> bool:
+    about = s.subject.description
+    if not s.target.engine.startswith("vLLM") or about.model_type != V4 or about.family is None:
+        return False
+    tables, whole = s.subject.hash_layers
+    built = built_hash_layers(about.family, s.subject.config)
+    return not tables <= built or (whole and tables != built)
+
+
 def _unstated(s: Situation) -> bool:
     plain = all(is_stored(group, PLAIN) for group in s.layer.groups)
     return s.verdict.fused and s.subject.quantization.method is None and not plain
@@ -288,6 +298,14 @@ HAZARDS: tuple[Hazard, ...] = (
         "set first_k_dense_replace to the number of dense layers before the first one with experts",
         "0.33 models/deepseek_v32/amd/model.py:77, model_executor/models/deepseek_v2.py:1295, glm4_moe.py:355, lite:170",
         _others_have_experts,
+    ),
+    Hazard(
+        "hash-layers-differ",
+        "routes other layers by a table than have one: it counts them in mlp_layer_types, else by num_hash_layers, else takes 3",
+        "state num_hash_layers as the number of layers with a tid2eid, and mlp_layer_types, where it is there, alike",
+        "0.33 models/deepseek_v4/nvidia/model.py:284, 612, amd/model.py:626-629",
+        _others_route_by_tables,
+        since="0.33",
     ),
     FP8_BLOCK_HAZARD,
     Hazard(

@@ -426,13 +426,27 @@ def test_the_drafter_of_v4_pro_is_judged_without_the_heterogeneous_kernel() -> N
     assert letters == {**dict.fromkeys(FHMOE[:3], "fusuns"), **dict.fromkeys(FHMOE[3:], "fusunf")}
 
 
+def hashed(config: dict[str, Any]) -> Subject:
+    """Two layers, the first of which routes by a table."""
+    model = Model(layers=2, mtp=0, shared="fp8-128", config=config)
+    beside: Tensors = {"layers.0.ffn.gate.tid2eid": ("I64", (8, 1)), "layers.1.ffn.gate.bias": ("F32", (2,))}
+    return subject_of(model.full_config(), model.tensors() | beside)
+
+
 def test_every_row_has_a_way_out_a_source_and_a_case_of_its_own() -> None:
     rows = [(row.code, row.hint) for row in (*HAZARDS, *LAST)]
     assert all(row.hint and row.source for row in (*HAZARDS, *LAST))
     assert len(set(rows)) == len(rows), "rows of one code differ in the way out, or no case can tell which of them applied"
     excluded = glm("bf16", {**QUARK, "exclude": ["re:.*shared_experts.*"]})
     different = replace(PRO, shared="fp8-32", config={**PRO.config, "quantization_config": FP8}).subject()
-    tried = [*(case[1].subject() for case in CASES), named(), excluded, different, numbered_on("deepseek_v3", (2,), {NEXTN: 0})]
+    tried = [
+        *(case[1].subject() for case in CASES),
+        named(),
+        excluded,
+        different,
+        numbered_on("deepseek_v3", (2,), {NEXTN: 0}),
+        hashed({}),
+    ]
     told = {(r.code, r.hint) for about in tried for answer in judge(about) for v in answer.layers for r in v.reasons}
     assert [row for row in rows if row not in told] == []
 
@@ -518,3 +532,22 @@ def test_vllm_reads_no_list_of_the_layers_with_experts(
     assert about.description.conflicts == about.description.gaps == ()
     assert unsafe(about, "dense-layers-differ") == (dict.fromkeys(AITER, "x" * (4 - from_layer)) if fails else {})
     assert set(AITER) <= {name for name, answer in answers(about).items() if answer.fused or fails}
+
+
+@pytest.mark.parametrize(
+    ("config", "fails"),
+    [
+        ({"num_hash_layers": 1}, False),
+        ({"num_hash_layers": 1, WORDS: ["hash_moe", "moe"]}, False),
+        ({"num_hash_layers": 1, WORDS: ["moe", "moe"]}, True),
+        ({"num_hash_layers": 1, WORDS: ["moe", "hash_moe"]}, False),
+        ({"num_hash_layers": None}, True),
+    ],
+)
+def test_vllm_counts_the_layers_that_route_by_a_table(config: dict[str, Any], *, fails: bool) -> None:
+    about = hashed(config)
+    assert about.description.conflicts == ()
+    told = unsafe(about, "hash-layers-differ")
+    assert ({"vllm-0.33", "vllm-0.33-aiter"} <= set(told)) is fails
+    assert all(name.startswith("vllm-0.33") for name in told)
+    assert answers(about)["vllm-0.33"].fused is not fails
