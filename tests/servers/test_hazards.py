@@ -151,6 +151,8 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
             ("ignored_layers", "model.layers.0.mlp.experts", "", "xff", "xff"),
             ("ignored_layers", "model.decoder.mlp.experts", "", "ffx", "ffx"),
             ("ignored_layers", "down_proj", "", "xxx", ""),
+            *(("ignored_layers", f"model.layers.0.mlp.shared_experts.{p}.weight", "", "", "") for p in ("gate_proj", "up_proj")),
+            ("ignored_layers", "model.layers.0.mlp.shared_experts.down_proj.weight", "", "xff", ""),
             ("modules_to_not_convert", "layers.0.ffn.experts", "xff", "", ""),
             ("modules_to_not_convert", "down_proj", "", "", ""),  # SGLang reads the empty list
         )
