@@ -83,7 +83,7 @@ NORMED = GLM5 | QWEN4 | {"glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "qwen3_next
 """Types whose config class takes no null for ``norm_topk_prob``."""
 ANY = Values("any value", lambda _: True)
 FLAG = one_of(True, False)
-NO_OBJECT = Values("absent or null", lambda v: not isinstance(v, Mapping))
+NO_OBJECT = Values("null", lambda v: not isinstance(v, Mapping))
 INTEGER = Values("an integer or null", lambda v: v is None or type(v) is int)
 FLOAT = Values("a number with a decimal point", lambda v: type(v) is float)
 NUMBER_OR_NULL = Values("a number or null", lambda v: v is None or NUMBER.fit(v))
@@ -181,7 +181,7 @@ def key_refusals(
             continue
         for key in rule.keys:
             value = server_config_value(config, key)
-            message = f"{key} is {value!r}: {server} raises unless it is {rule.takes.what}{' under MegaMoE' * native}"
+            message = f"{key} is {value!r}: {server} raises for anything but {rule.takes.what}{' under MegaMoE' * native}"
             if value is ABSENT and rule.stated:
                 message = f"there is no {key}: {server} raises, or takes a default that does not fit"
             elif value is ABSENT or rule.takes.fit(value):
