@@ -212,15 +212,6 @@ def mtp_conflicts(family: Family, config: Mapping[str, Any], grouping: Grouping)
         yield Problem("mtp-unskipped", message, "config.json", f"set {family.mtp_key} to {last + 1}")
 
 
-def table_conflicts(family: Family, config: Mapping[str, Any], tensors: Iterable[str]) -> Iterator[Problem]:
-    """Compare the number of layers of DeepSeek-V4 that route by a table with the tables, ``tid2eid``."""
-    for s in family.stated(config, "num_hash_layers") if config.get("model_type") == "deepseek_v4" else ():
-        gates = [name for name in tensors if name.endswith((".gate.weight", ".gate.tid2eid"))]
-        tables = sum(name.endswith(".gate.tid2eid") for name in gates)
-        if gates and s.value != tables:
-            yield unexpected(s.path, s.value, f"{tables}, the layers whose gate has a tid2eid")
-
-
 def _common(values: Iterable[int]) -> int | None:
     """Return the one value that all have; None where they differ or there is none."""
     distinct = set(values)

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.checkpoint.reader import Checkpoint, garbage_collection_paused
 from fse_convert.errors import Problem, some
-from fse_convert.model.config_against_tensors import conflicts, depth_conflicts, gaps, mtp_conflicts, table_conflicts, unstated
+from fse_convert.model.config_against_tensors import conflicts, depth_conflicts, gaps, mtp_conflicts, unstated
 from fse_convert.model.description import Description, first_of
 from fse_convert.model.families.family import Family
 from fse_convert.model.families.find import find_family
 from fse_convert.model.families.resemblance import resembling
 from fse_convert.model.formats import NOT_GATHERED
 from fse_convert.model.grouping import EXPERT_MODULE, Grouping, group_layers, seen
+from fse_convert.model.hash_layers import table_conflicts
 from fse_convert.model.layer_formats import LayerReader
 from fse_convert.model.quantization import Quantization
 from fse_convert.model.values import misstated

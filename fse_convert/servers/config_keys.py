@@ -62,13 +62,28 @@ BOTH = V4 | V41
 V2 = frozenset({"deepseek_v2"})
 DEEPSEEK = V2 | frozenset({"deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"})
 """Types of vLLM's DeepseekV2MoE."""
+FIRST_WITH_EXPERTS: Mapping[str, int | None] = {
+    **dict.fromkeys(("deepseek_v2", "kimi_vl"), 0),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm_moe_dsa"), 3),
+    "glm4_moe": 1,
+    "glm4_moe_lite": None,
+}
+"""Types in which vLLM reads ``first_k_dense_replace`` alone, and what their classes take where it is absent (5.20.2, run)."""
 GROUPED = DEEPSEEK | {"glm4_moe", "glm4_moe_lite", "axk1"}
 """Types whose routers choose among groups of experts."""
 FLAT = V4 | GROUPED | {"qwen3_next", "qwen3_5_moe_text"}
 """Types whose config class has no ``text_config``; only those that some server fuses."""
+KIMI = frozenset({"kimi_k25", "kimi_vl"})
+"""Types whose text model is DeepSeek-V3's or V2's."""
+GLM5 = frozenset({"glm5_next", "glm5_next_text"})
+QWEN4 = frozenset({"qwen4_exp", "qwen4_exp_text"})
+NESTED = KIMI | GLM5 | QWEN4 | {"qwen3_5_moe", "minimax_m3_vl", "minimax_m3", "minimax_m3_text", "alice_ai"}
+"""Types beside `FLAT` that vLLM fuses; most keep their text model's keys in ``text_config``."""
+NORMED = GLM5 | QWEN4 | {"glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "qwen3_next"}
+"""Types whose config class takes no null for ``norm_topk_prob``."""
 ANY = Values("any value", lambda _: True)
 FLAG = one_of(True, False)
-NESTED = Values("no object", lambda v: not isinstance(v, Mapping))
+NO_OBJECT = Values("null", lambda v: not isinstance(v, Mapping))
 INTEGER = Values("an integer or null", lambda v: v is None or type(v) is int)
 FLOAT = Values("a number with a decimal point", lambda v: type(v) is float)
 NUMBER_OR_NULL = Values("a number or null", lambda v: v is None or NUMBER.fit(v))
@@ -86,14 +101,23 @@ TEXT_CONFIG = "0.33 transformers_utils/config.py:1264, 0.29:1067 (a ValueError);
 ROUTERS = "model_executor/layers/fused_moe/router"
 NO_GROUPS = f"{ROUTERS}/router_factory.py, 0.29:145, 0.32:171: a ValueError for None"
 V31 = "0.31 models/deepseek_v4/nvidia/model.py:839"
+V2_KEYS = "transformers 5.24 deepseek_v2: 64, None"
+STRICT = "transformers 5.20 and 5.24, the class of each type, run"
+BARE = "0.33 models/glm5next/common/model.py:256, 312: an AttributeError without it; the config class has no such key"
 STRICT_V3 = "0.5.22 utils/hf_transformers/common.py (V4 as transformers 5.19 DeepseekV3Config), configs/deepseek_v41.py, run"
+FIRST = "0.33 model_executor/models/deepseek_v2.py:1295, glm4_moe_lite.py:170, 0.29:1283, 159: layer_idx >= first_k_dense_replace"
+SCALING = (
+    "without one, vLLM 0.31 1.0 (model.py:820), 0.33 1.5 (V4's class), SGLang 0.5.23 2.5 (V3's class): other numbers, silently"
+)
+ONE_SLOT = "0.33 models/glm5next/common/model.py:1339, 0.32:1337: a NotImplementedError"
 SGLANG = "0.5.21 models/deepseek_v2.py:485, 627, 687; 0.5.23:519, 711, 775"
 
 RULES: tuple[KeyRule, ...] = (
     KeyRule("vLLM", BOTH, ("scoring_func",), one_of("sqrtsoftplus"), MEGA_MOE, native=True),
     KeyRule("vLLM", BOTH, ("expert_dtype",), one_of("fp4"), MEGA_MOE, native=True),
     KeyRule("vLLM", BOTH, ("norm_topk_prob",), one_of(True), V31, native=True, since="0.31"),
-    *(KeyRule(engine, FLAT, ("text_config",), NESTED, TEXT_CONFIG) for engine in ("vLLM", "SGLang")),
+    *(KeyRule(engine, BOTH, ("routed_scaling_factor",), NUMBER, SCALING, stated=True) for engine in ("vLLM", "SGLang")),
+    *(KeyRule(engine, FLAT, ("text_config",), NO_OBJECT, TEXT_CONFIG) for engine in ("vLLM", "SGLang")),
     KeyRule("vLLM", V4, ("n_routed_experts", "num_experts_per_tok"), SIZE, OWN_V4, stated=True, last="0.32"),
     KeyRule("vLLM", V4, ("norm_topk_prob",), ANY, OWN_V4, stated=True, last="0.32"),
     KeyRule("vLLM", V4, ("swiglu_limit",), NUMBER_OR_NULL, OWN_V4, stated=True, last="0.32"),
@@ -106,7 +130,7 @@ RULES: tuple[KeyRule, ...] = (
         for engine, since in (("vLLM", "0.33"), ("SGLang", "0.5.22"))
         for row in (
             KeyRule(engine, V4, ("n_routed_experts", "num_experts_per_tok"), SIZE, STRICT_V4, since=since),
-            KeyRule(engine, V4, ("n_shared_experts", "num_nextn_predict_layers"), COUNT, STRICT_V4, since=since),
+            KeyRule(engine, V4, ("num_nextn_predict_layers",), COUNT, STRICT_V4, since=since),
             KeyRule(engine, V4, ("swiglu_limit", "routed_scaling_factor"), FLOAT, STRICT_V4, since=since),
             KeyRule(engine, V4, ("norm_topk_prob",), FLAG, STRICT_V4, since=since),
         )
@@ -124,12 +148,26 @@ RULES: tuple[KeyRule, ...] = (
     KeyRule("SGLang", V41, ("routed_scaling_factor",), FLOAT, STRICT_V3, since="0.5.22"),
     *(
         KeyRule(engine, types, ("topk_method",), one_of("noaux_tc"), "no other value makes a bias", stated=True, tensor=bias)
-        for engine, types, bias in (("vLLM", BOTH, BIASES[0]), ("SGLang", BOTH, BIASES[0]), ("vLLM", DEEPSEEK, BIASES[1]))
+        for engine, types, bias in (
+            ("vLLM", BOTH, BIASES[0]),
+            ("SGLang", BOTH, BIASES[0]),
+            ("vLLM", DEEPSEEK | KIMI | GLM5, BIASES[1]),
+        )
     ),
-    KeyRule("vLLM", DEEPSEEK, ("scoring_func",), SCORES, f"0.33 {ROUTERS}/grouped_topk_router.py:113-118"),
-    KeyRule("vLLM", GROUPED, ("n_group", "topk_group"), SIZE, NO_GROUPS),
-    KeyRule("vLLM", FLAT, ("num_experts_per_tok",), SIZE, "transformers 5.24 configuration_*.py; FusedMoE computes with it"),
-    KeyRule("vLLM", V2, ("n_routed_experts", "num_experts_per_tok"), SIZE, "transformers 5.24 deepseek_v2: 64, None", stated=True),
+    KeyRule("vLLM", GLM5, ("topk_method",), ANY, BARE, stated=True),
+    KeyRule("vLLM", GLM5, ("scoring_func",), SCORES, BARE, stated=True),
+    KeyRule("vLLM", GLM5, ("n_shared_experts",), one_of(1), ONE_SLOT),
+    KeyRule("vLLM", GLM5, ("swiglu_limit",), FLOAT, STRICT, since="0.33"),
+    KeyRule("vLLM", GROUPED | KIMI | GLM5, ("routed_scaling_factor",), FLOAT, STRICT, since="0.33"),
+    KeyRule("vLLM", NORMED, ("norm_topk_prob",), FLAG, STRICT, since="0.33"),
+    KeyRule("vLLM", frozenset({"qwen3_next"}), ("decoder_sparse_step",), SIZE, STRICT, since="0.33"),
+    KeyRule("vLLM", DEEPSEEK | KIMI, ("scoring_func",), SCORES, f"0.33 {ROUTERS}/grouped_topk_router.py:113-118"),
+    KeyRule("vLLM", GROUPED | KIMI | GLM5, ("n_group", "topk_group"), SIZE, NO_GROUPS),
+    KeyRule("vLLM", V2 | KIMI | {"kimi_k2"}, ("n_group", "topk_group"), SIZE, NO_GROUPS + "; V3's class: 8, 4", stated=True),
+    KeyRule("vLLM", FLAT | NESTED, ("num_experts_per_tok",), SIZE, "FusedMoE computes with it: a TypeError for None"),
+    KeyRule("vLLM", frozenset(FIRST_WITH_EXPERTS), ("first_k_dense_replace",), COUNT, FIRST),
+    KeyRule("vLLM", frozenset({"glm4_moe_lite"}), ("first_k_dense_replace",), COUNT, FIRST, stated=True),
+    KeyRule("vLLM", V2 | {"kimi_vl"}, ("n_routed_experts", "num_experts_per_tok"), SIZE, V2_KEYS, stated=True),
 )  # fmt: skip
 
 

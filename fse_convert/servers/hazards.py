@@ -9,18 +9,23 @@ reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
 from fse_convert.checkpoint.header import E8M0_DTYPES
+from fse_convert.model.config_against_tensors import expected_layers
 from fse_convert.model.description import LayerDescription
+from fse_convert.model.families.family import DENSE_PREFIX
 from fse_convert.model.formats import StorageKind
+from fse_convert.model.hash_layers import V4, built_hash_layers
+from fse_convert.model.moe import LayerKind
 from fse_convert.model.quantization import SCHEME
 from fse_convert.servers.aiter.patterns import quark_layer_config
 from fse_convert.servers.aiter.quant_compatible import EXPERT_DTYPES, AiterQuestion
 from fse_convert.servers.aiter.question import SWITCH, AiterTarget, drafter
 from fse_convert.servers.aiter.vllm_config import VllmQuantKind
+from fse_convert.servers.config_keys import FIRST_WITH_EXPERTS
 from fse_convert.servers.drafters import DRAFTERS, Drafter
 from fse_convert.servers.left_out import LeftOut, sglang_left_out, vllm_left_out
 from fse_convert.servers.release_names import is_since
@@ -148,6 +153,28 @@ def _drafter_short(row: Drafter, s: Situation) -> bool:
     return fused and row.is_short(s.target.engine, s.subject.description, s.subject.config)
 
 
+def _others_have_experts(s: Situation) -> bool:
+    """Compare the decoder layers that have experts with those in which vLLM builds some, which reads no ``mlp_layer_types``."""
+    about, config, key = s.subject.description, s.subject.config, DENSE_PREFIX.first
+    known = s.target.engine.startswith("vLLM") and about.model_type in FIRST_WITH_EXPERTS and not about.gaps
+    if not known or about.family is None:
+        return False
+    if about.family.number(config, key) is None:
+        config = {**config, str(key): FIRST_WITH_EXPERTS[about.model_type]}
+    decoder = [d.layer for d in about.layers if d.layer.kind is LayerKind.DECODER]
+    built = expected_layers(replace(about.family, sparse=replace(DENSE_PREFIX, words=())), config, decoder)
+    return built is not None and built != {layer.index for layer in decoder}
+
+
+def _others_route_by_tables(s: Situation) -> bool:
+    about = s.subject.description
+    if not s.target.engine.startswith("vLLM") or about.model_type != V4 or about.family is None:
+        return False
+    tables, whole = s.subject.hash_layers
+    built = built_hash_layers(about.family, s.subject.config)
+    return not tables <= built or (whole and tables != built)
+
+
 def _unstated(s: Situation) -> bool:
     plain = all(is_stored(group, PLAIN) for group in s.layer.groups)
     return s.verdict.fused and s.subject.quantization.method is None and not plain
@@ -264,6 +291,21 @@ HAZARDS: tuple[Hazard, ...] = (
         "state the number of MTP layers that the tensors show, or take the others out",
         "0.29 to 0.33 model_executor/models/deepseek_v2.py (KeyError), glm4_moe.py (ValueError), 0.33 utils.py:575-597",
         lambda s: s.target.engine.startswith("vLLM") and any(c.code == "mtp-unskipped" for c in s.subject.description.conflicts),
+    ),
+    Hazard(
+        "dense-layers-differ",
+        "builds experts by first_k_dense_replace, not by mlp_layer_types, and in other layers than have some: the load fails",
+        "set first_k_dense_replace to the number of dense layers before the first one with experts",
+        "0.33 models/deepseek_v32/amd/model.py:77, model_executor/models/deepseek_v2.py:1295, glm4_moe.py:355, lite:170",
+        _others_have_experts,
+    ),
+    Hazard(
+        "hash-layers-differ",
+        "routes other layers by a table than have one: it counts them in mlp_layer_types, else by num_hash_layers, else takes 3",
+        "state num_hash_layers as the number of layers with a tid2eid, and mlp_layer_types, where it is there, alike",
+        "0.33 models/deepseek_v4/nvidia/model.py:284, 612, amd/model.py:626-629",
+        _others_route_by_tables,
+        since="0.33",
     ),
     FP8_BLOCK_HAZARD,
     Hazard(

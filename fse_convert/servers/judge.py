@@ -115,7 +115,7 @@ def _as_stated(checkpoint: Subject, target: AnyTarget, verdict: Verdict, activat
     vague = [Problem(c.code, str(c), hint=c.hint) for c in checkpoint.description.conflicts if c.code == UNSTATED]
     if vague:
         return not_understood(vague)
-    refused = tuple(key_refusals(checkpoint.config, target, checkpoint.router_tensors))
+    refused = tuple(dict.fromkeys(key_refusals(checkpoint.config, target, checkpoint.router_tensors)))
     return Verdict(Outcome.REFUSED, refused) if refused else verdict
 
 

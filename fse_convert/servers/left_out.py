@@ -59,4 +59,8 @@ def sglang_left_out(quantization: Mapping[str, Any], layer: MoELayer) -> LeftOut
 
 
 def _sglang_skips(module: str, entries: Sequence[str]) -> bool:
-    return any(f".{entry.rstrip('.')}." in f".{module}." or ("experts" in entry and module in entry) for entry in entries)
+    """Match a module by its path; experts as a part of an entry too, but not gate and up, which are one fused layer there."""
+    in_part = not module.endswith(("gate_proj", "up_proj"))
+    return any(
+        f".{entry.rstrip('.')}." in f".{module}." or (in_part and "experts" in entry and module in entry) for entry in entries
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from fse_convert.checkpoint.header import TensorInfo
 from fse_convert.model.description import Description
+from fse_convert.model.hash_layers import hash_layers
 from fse_convert.model.quantization import Quantization
 from fse_convert.servers.config_keys import ROUTER_TENSORS
 from fse_convert.servers.f32_scales import UNREAD, Scales
@@ -39,6 +40,12 @@ class Subject:
         """Those of `ROUTER_TENSORS` with which the name of some tensor ends."""
         names = [name for name in self.tensors if name.endswith(ROUTER_TENSORS)]
         return frozenset(end for end in ROUTER_TENSORS if any(name.endswith(end) for name in names))
+
+    @cached_property
+    def hash_layers(self) -> tuple[frozenset[int], bool]:
+        """The decoder layers that route by a table, and whether the gate of every decoder layer is there."""
+        family = self.description.family
+        return hash_layers(family, self.config, self.tensors) if family else (frozenset(), False)
 
     @cached_property
     def _fp8_by_layer(self) -> Mapping[str, tuple[str, ...]]:

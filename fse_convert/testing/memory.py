@@ -142,6 +142,7 @@ class Model:
             "swiglu_limit": 10.0,
             "topk_method": "noaux_tc",
             "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
             **({"quantization_config": quant} if block else {}),
             **self.config,
         }

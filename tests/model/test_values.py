@@ -117,15 +117,6 @@ def test_commands_give_one_answer(key: str, source: Made, tmp_path: Path, run: R
         assert (exit_code, code in {p["code"] for p in json.loads(text)["problems"]}) == (3, True)
 
 
-@pytest.mark.parametrize(("written", "tables", "fits"), [(1, 1, True), (0, 0, True), (3, 1, False), (0, 1, False), (3, 0, False)])
-def test_layers_that_route_by_a_table_are_as_many_as_there_are_tables(written: int, tables: int, *, fits: bool) -> None:
-    model = Model(config={"num_hash_layers": written})
-    beside = {f"layers.{i}.ffn.gate.tid2eid": ("I64", (8, 1)) for i in range(tables)}
-    found = [c.message for c in description_of(model.full_config(), model.tensors() | beside).conflicts]
-    expected = f"num_hash_layers is {written}, expected {tables}, the layers whose gate has a tid2eid"
-    assert found == ([] if fits else [expected])
-
-
 @pytest.mark.parametrize("block", [{}, {"weight_block_size": None}], ids=["absent", "null"])
 @pytest.mark.parametrize("method", ["fp8", "deepseek_v4_fp8"])
 def test_blocks_that_the_config_does_not_state(method: str, block: dict[str, Any]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from fse_convert.servers.config_keys import ABSENT, FLAT, RULES
+from fse_convert.servers.config_keys import ABSENT, FLAT, RULES, KeyRule
+from fse_convert.servers.config_keys import STRICT as STRICT_CLASSES
 from fse_convert.servers.judge import ALL_TARGETS, judge
 from fse_convert.servers.verdict import Outcome
 from fse_convert.testing.memory import PROJ, Model, Tensors, expert, subject_of
@@ -23,7 +25,10 @@ V3_CONFIG: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "quantization_config": FP8,
 }  # fmt: skip
 GLM_CONFIG = V3_CONFIG | {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
+GLM_LITE_CONFIG = V3_CONFIG | {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}
 V2_CONFIG = V3_CONFIG | {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+DSA_CONFIG = V3_CONFIG | {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]}
+K2_CONFIG = V3_CONFIG | {"model_type": "kimi_k2"}
 BIAS: Tensors = {"layers.0.ffn.gate.bias": ("F32", (2,))}
 V3_BIAS: Tensors = {"model.layers.0.mlp.gate.e_score_correction_bias": ("F32", (2,))}
 HASH: Tensors = {"layers.0.ffn.gate.tid2eid": ("I64", (8, 1))}
@@ -34,6 +39,7 @@ OLD, NEW = NATIVE[:4], (*NATIVE[4:], *MEGA)
 SGLANG_ALL = (*SGLANG, *SLOTS)
 STRICT = tuple(n for n in SGLANG_ALL if not n.startswith(("sglang-0.5.20", "sglang-0.5.21")))
 """Those whose transformers was read."""
+V33 = tuple(n for n in AITER if n.startswith("vllm-0.33"))
 EVERY = (*OLD, *NEW, *SGLANG_ALL)
 
 V4_KEYS: list[tuple[str, Any, Tensors, Iterable[str]]] = [
@@ -59,6 +65,7 @@ V4_KEYS: list[tuple[str, Any, Tensors, Iterable[str]]] = [
     ("norm_topk_prob", None, {}, (*NATIVE[2:4], *NEW, *STRICT)),
     ("norm_topk_prob", ABSENT, {}, OLD),
     ("routed_scaling_factor", 2, {}, (*NEW, *STRICT)),
+    ("routed_scaling_factor", ABSENT, {}, EVERY),
     ("num_nextn_predict_layers", None, {}, (*NEW, *STRICT)),
     ("n_group", "x", {}, STRICT),
     ("n_group", None, {}, ()),
@@ -81,6 +88,7 @@ V41_KEYS: list[tuple[str, Any, Tensors, Iterable[str]]] = [
     ("num_hash_layers", ABSENT, {}, ()),
     ("num_hash_layers", 3, {}, SGLANG_ALL),
     ("routed_scaling_factor", 2, {}, STRICT),
+    ("routed_scaling_factor", ABSENT, {}, EVERY),
     ("n_group", "x", {}, STRICT),
     ("text_config", {}, {}, ()),
     ("text_config", {"n_group": "x"}, {}, STRICT),
@@ -123,7 +131,17 @@ def test_each_value_in_each_release(model: Model, key: str, value: Any, beside: 
         (V3_CONFIG, "num_experts_per_tok", None, {}, AITER),
         (V3_CONFIG, "num_experts_per_tok", ABSENT, {}, ()),
         (V3_CONFIG, "text_config", {}, {}, AITER),
+        *((V3_CONFIG, "routed_scaling_factor", value, {}, V33) for value in (None, 1)),
+        *((c, "routed_scaling_factor", None, {}, V33) for c in (GLM_CONFIG, DSA_CONFIG)),
+        (V3_CONFIG, "routed_scaling_factor", 1.0, {}, ()),
+        (V3_CONFIG, "norm_topk_prob", None, {}, ()),
+        *((c, "norm_topk_prob", None, {}, V33) for c in (GLM_CONFIG, DSA_CONFIG)),
+        *((c, key, ABSENT, {}, AITER) for c in (K2_CONFIG, V2_CONFIG) for key in ("n_group", "topk_group")),
+        (V3_CONFIG, "n_group", ABSENT, {}, ()),
         (V2_CONFIG, "num_experts_per_tok", ABSENT, {}, AITER),
+        (V3_CONFIG, "first_k_dense_replace", None, {}, AITER),
+        (GLM_LITE_CONFIG, "first_k_dense_replace", ABSENT, {}, AITER),
+        (GLM_LITE_CONFIG, "n_group", ABSENT, {}, ()),
         (GLM_CONFIG, "n_group", None, {}, AITER),
         (GLM_CONFIG, "topk_method", ABSENT, V3_BIAS, ()),
         (GLM_CONFIG, "text_config", {}, {}, AITER),
@@ -138,6 +156,72 @@ def test_families_beside_v4(config: dict[str, Any], key: str, value: Any, beside
     }
     assert fusing(config, tensors) == set(AITER)
     assert fusing(changed(config, key, value), tensors | beside) == set(AITER) - set(lost)
+
+
+QWEN = {
+    "num_experts": 2, "shared_expert_intermediate_size": 256, "moe_intermediate_size": 256, "hidden_size": 512,
+    "num_hidden_layers": 1, "num_experts_per_tok": 1,
+}  # fmt: skip
+GLM5 = {k: v for k, v in V3_CONFIG.items() if k not in ("model_type", "architectures", "quantization_config")}
+GLM5_TARGETS = ("vllm-0.32-aiter", "vllm-0.33-aiter")
+QWEN_NEXT = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], **QWEN}
+NESTED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN, "shared_expert"),
+    ("glm5_next", "Glm5NextForConditionalGeneration", GLM5, "shared_experts"),
+)
+
+
+def whole_of(layer: str, shared: str) -> Tensors:
+    """Two routed experts and a shared one in FP8."""
+    modules = ("experts.0", "experts.1", shared)
+    gate: Tensors = {f"{layer}.shared_expert_gate.weight": ("BF16", (1, 512))} if shared == "shared_expert" else {}
+    return gate | {n: i for m in modules for n, i in expert(f"{layer}.{m}", "fp8-128-f32-scale", 256, 512, PROJ).items()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value", "lost"),
+    [
+        ("qwen3_5_moe", "num_experts_per_tok", None, AITER),
+        ("qwen3_5_moe", "num_experts_per_tok", ABSENT, ()),
+        ("glm5_next", "num_experts_per_tok", None, AITER),
+        ("glm5_next", "topk_method", ABSENT, AITER),
+        ("glm5_next", "scoring_func", ABSENT, AITER),
+        ("glm5_next", "n_group", None, AITER),
+        ("glm5_next", "norm_topk_prob", None, V33),
+        ("glm5_next", "routed_scaling_factor", 1, V33),
+        ("glm5_next", "swiglu_limit", None, V33),
+    ],
+)
+def test_types_that_nest_their_text_model(model_type: str, key: str, value: Any, lost: Iterable[str]) -> None:
+    _, architecture, text, shared = next(row for row in NESTED if row[0] == model_type)
+    tensors = whole_of("model.language_model.layers.0.mlp", shared)
+    about = {"model_type": model_type, "architectures": [architecture], "quantization_config": FP8}
+    usual = fusing({**about, "text_config": text}, tensors)
+    assert usual == set(AITER if model_type == "qwen3_5_moe" else GLM5_TARGETS)
+    assert fusing({**about, "text_config": changed(text, key, value)}, tensors) == usual - set(lost)
+
+
+def test_two_shared_experts_of_glm5_next_are_no_slots() -> None:
+    block = "model.language_model.layers.0.mlp"
+    tensors = {**whole_of(block, "shared_experts"), **expert(f"{block}.shared_experts", "fp8-128-f32-scale", 512, 512, PROJ)}
+    about = {"model_type": "glm5_next", "architectures": [NESTED[1][1]], "quantization_config": FP8}
+    config = {**about, "text_config": {**GLM5, "n_shared_experts": 2}}
+    assert fusing(config, tensors) == set()
+    answers = judge(subject_of(config, tensors))
+    reasons = {a.name: [r.message for r in a.model.reasons] for a in answers if a.name in GLM5_TARGETS}
+    assert reasons == {
+        f"vllm-{n}-aiter": [f"n_shared_experts is 2: vLLM ROCm {n} raises for anything but 1"] for n in ("0.32", "0.33")
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "lost"),
+    [("norm_topk_prob", None, V33), ("decoder_sparse_step", None, V33), ("decoder_sparse_step", 1, ()), ("n_group", None, ())],
+)
+def test_keys_of_qwen3_next(key: str, value: Any, lost: Iterable[str]) -> None:
+    tensors, config = whole_of("model.layers.0.mlp", "shared_expert"), {**QWEN_NEXT, "quantization_config": FP8}
+    assert fusing(config, tensors) == set(AITER)
+    assert fusing(changed(config, key, value), tensors) == set(AITER) - set(lost)
 
 
 def test_another_name_of_the_number_of_experts_is_read_by_transformers_classes_alone() -> None:
@@ -182,3 +266,17 @@ def test_transformers_own_class_of_v4(key: str, right: Any, wrong: tuple[Any, ..
     for value in wrong:
         with pytest.raises(Exception, match=key):
             transformers.DeepseekV4Config(**{key: value})
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if r.source == STRICT_CLASSES], ids=lambda r: r.keys[0])
+def test_transformers_own_classes_of_other_types(rule: KeyRule) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5", reason="pip install 'fse-convert[dev]'")
+    known = [t for t in sorted(rule.model_types) if t in transformers.CONFIG_MAPPING and t not in ("kimi_vl", "kimi_k2")]
+    assert known
+    for model_type in known:
+        cls = transformers.CONFIG_MAPPING[model_type]
+        for value, right in ((None, False), ("x", False), (1.0, rule.takes.fit(1.0)), (1, rule.takes.fit(1))):
+            keys = {rule.keys[0]: value}
+            arguments = {"text_config": keys} if "text_config" in cls.sub_configs else keys
+            with nullcontext() if right else pytest.raises(Exception, match=rule.keys[0]):
+                cls(**arguments)

@@ -151,6 +151,8 @@ CASES: list[tuple[str, Model, str, dict[str, str]]] = [
             ("ignored_layers", "model.layers.0.mlp.experts", "", "xff", "xff"),
             ("ignored_layers", "model.decoder.mlp.experts", "", "ffx", "ffx"),
             ("ignored_layers", "down_proj", "", "xxx", ""),
+            *(("ignored_layers", f"model.layers.0.mlp.shared_experts.{p}.weight", "", "", "") for p in ("gate_proj", "up_proj")),
+            ("ignored_layers", "model.layers.0.mlp.shared_experts.down_proj.weight", "", "xff", ""),
             ("modules_to_not_convert", "layers.0.ffn.experts", "xff", "", ""),
             ("modules_to_not_convert", "down_proj", "", "", ""),  # SGLang reads the empty list
         )
@@ -426,13 +428,27 @@ def test_the_drafter_of_v4_pro_is_judged_without_the_heterogeneous_kernel() -> N
     assert letters == {**dict.fromkeys(FHMOE[:3], "fusuns"), **dict.fromkeys(FHMOE[3:], "fusunf")}
 
 
+def hashed(config: dict[str, Any]) -> Subject:
+    """Two layers, the first of which routes by a table."""
+    model = Model(layers=2, mtp=0, shared="fp8-128", config=config)
+    beside: Tensors = {"layers.0.ffn.gate.tid2eid": ("I64", (8, 1)), "layers.1.ffn.gate.bias": ("F32", (2,))}
+    return subject_of(model.full_config(), model.tensors() | beside)
+
+
 def test_every_row_has_a_way_out_a_source_and_a_case_of_its_own() -> None:
     rows = [(row.code, row.hint) for row in (*HAZARDS, *LAST)]
     assert all(row.hint and row.source for row in (*HAZARDS, *LAST))
     assert len(set(rows)) == len(rows), "rows of one code differ in the way out, or no case can tell which of them applied"
     excluded = glm("bf16", {**QUARK, "exclude": ["re:.*shared_experts.*"]})
     different = replace(PRO, shared="fp8-32", config={**PRO.config, "quantization_config": FP8}).subject()
-    tried = [*(case[1].subject() for case in CASES), named(), excluded, different, numbered_on("deepseek_v3", (2,), {NEXTN: 0})]
+    tried = [
+        *(case[1].subject() for case in CASES),
+        named(),
+        excluded,
+        different,
+        numbered_on("deepseek_v3", (2,), {NEXTN: 0}),
+        hashed({}),
+    ]
     told = {(r.code, r.hint) for about in tried for answer in judge(about) for v in answer.layers for r in v.reasons}
     assert [row for row in rows if row not in told] == []
 
@@ -487,3 +503,53 @@ def test_a_drafter_without_its_first_layer_is_short_however_many_there_are() -> 
     about = subject_of(model.full_config(), {n: t for n, t in model.tensors().items() if not n.startswith("mtp.0.")})
     assert "vllm-0.33" in unsafe(about, "drafter-short")
     assert [c.message for c in about.description.conflicts] == [f"{NEXTN} is 1, but no tensor is of MTP layer 0"]
+
+
+KEY, WORDS = "first_k_dense_replace", "mlp_layer_types"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "from_layer", "config", "fails"),
+    [
+        ("glm_moe_dsa", 1, {KEY: 3, WORDS: ["dense", "sparse", "sparse", "sparse"]}, True),
+        ("glm_moe_dsa", 1, {KEY: 1, WORDS: ["dense", "sparse", "sparse", "sparse"]}, False),
+        ("glm_moe_dsa", 1, {KEY: 0, WORDS: ["dense", "sparse", "sparse", "sparse"]}, True),
+        ("glm_moe_dsa", 1, {}, True),
+        ("glm_moe_dsa", 3, {}, False),
+        ("deepseek_v3", 1, {}, True),
+        ("deepseek_v3", 3, {}, False),
+        ("glm4_moe", 3, {WORDS: ["dense", "dense", "dense", "sparse"]}, True),
+        ("glm4_moe", 1, {}, False),
+    ],
+)
+def test_vllm_reads_no_list_of_the_layers_with_experts(
+    model_type: str, from_layer: int, config: dict[str, Any], *, fails: bool
+) -> None:
+    tensors: Tensors = {}
+    for i in range(from_layer, 4):
+        for module in ("experts.0", "experts.1", "shared_experts"):
+            tensors |= expert(f"model.layers.{i}.mlp.{module}", "fp8-128", 256, 512, PROJ)
+    model = numbered_on(model_type, (), {"num_hidden_layers": 4, NEXTN: 0, KEY: None}).config
+    about = subject_of({k: v for k, v in {**model, **config}.items() if v is not None}, tensors)
+    assert about.description.conflicts == about.description.gaps == ()
+    assert unsafe(about, "dense-layers-differ") == (dict.fromkeys(AITER, "x" * (4 - from_layer)) if fails else {})
+    assert set(AITER) <= {name for name, answer in answers(about).items() if answer.fused or fails}
+
+
+@pytest.mark.parametrize(
+    ("config", "fails"),
+    [
+        ({"num_hash_layers": 1}, False),
+        ({"num_hash_layers": 1, WORDS: ["hash_moe", "moe"]}, False),
+        ({"num_hash_layers": 1, WORDS: ["moe", "moe"]}, True),
+        ({"num_hash_layers": 1, WORDS: ["moe", "hash_moe"]}, False),
+        ({"num_hash_layers": None}, True),
+    ],
+)
+def test_vllm_counts_the_layers_that_route_by_a_table(config: dict[str, Any], *, fails: bool) -> None:
+    about = hashed(config)
+    assert about.description.conflicts == ()
+    told = unsafe(about, "hash-layers-differ")
+    assert ({"vllm-0.33", "vllm-0.33-aiter"} <= set(told)) is fails
+    assert all(name.startswith("vllm-0.33") for name in told)
+    assert answers(about)["vllm-0.33"].fused is not fails

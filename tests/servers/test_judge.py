@@ -124,6 +124,7 @@ def test_model_wide_error_of_a_mixed_model() -> None:
         "n_routed_experts": 1,
         "n_shared_experts": 1,
         "num_hidden_layers": 3,
+        "first_k_dense_replace": 0,
         "hidden_size": 512,
         "moe_intermediate_size": 256,
     }
