@@ -95,7 +95,7 @@ def test_a_model_that_no_server_runs_with_megamoe() -> None:
         tensors |= expert(f"model.layers.{i}.mlp.experts.0", "bf16", 128, 256, PROJ)
         tensors |= expert(f"model.layers.{i}.mlp.shared_experts", "bf16", 128, 256, PROJ)
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 1, "n_shared_experts": 1}
-    about = subject_of({"model_type": "glm4_moe", "num_hidden_layers": 2, **sizes}, tensors)
+    about = subject_of({"model_type": "glm4_moe", "num_hidden_layers": 2, "first_k_dense_replace": 0, **sizes}, tensors)
     found = advise(about, judge(about), plans_of(about, tensors))
     assert found.sentences[0] == "NVIDIA MegaMoE: no known release has a path for this model."
     assert found.sentences[1].startswith("AMD AITER: vLLM ROCm")
