@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from fse_convert.layout import megamoe
 from fse_convert.testing.patch import flip
-from fse_convert.verification import kernel, layers, storage
+from fse_convert.verification import gpu_kernel, layers, storage
 from fse_convert.verification.findings import BOUND
 from fse_convert.verification.gpu_kernel import KernelProbe, KernelResult
 
@@ -143,7 +143,7 @@ def test_another_source_is_told(out: Path, made: Make, run: Run) -> None:
 def stand_in(monkeypatch: pytest.MonkeyPatch, status: str, verdict: str) -> None:
     found = KernelProbe(status, "needs an SM100 GPU", "2.8.2", "NVIDIA B200")  # type: ignore[arg-type]
     result = KernelResult(verdict, f"the kernel {verdict}", {"relative_l2": 1e-4})  # type: ignore[arg-type]
-    for module in (layers, kernel):
+    for module in (layers, gpu_kernel):
         monkeypatch.setattr(module, "probe", lambda: found)
     monkeypatch.setattr(layers, "check_kernel", lambda *_args, **_kwargs: result)
 

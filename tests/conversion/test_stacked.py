@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fse_convert.conversion import source_rows, writer
-from fse_convert.restoration import tensors as restored
+from fse_convert.restoration import reading as restored
 from fse_convert.verification import expected_bytes
 from tests.stacked import CASES, EXPERTS, LAYERS, Case
 
